@@ -1,0 +1,158 @@
+"""What a worker offers and says of itself.  The service, its gRPC client and a fake all fit these."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from twinpool.core.layout import KVLayout
+from twinpool.core.request import Request, TokenOutput
+from twinpool.core.ticket import Endpoint, KVTicket, TransferReport
+
+
+class Role(StrEnum):
+    """What the router uses a worker for; the engine has no mode."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    COLOCATED = "colocated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerInfo:
+    """What a worker says of itself when it joins; fixed for its life but for the role."""
+
+    worker_id: str
+    role: Role
+    address: str  # of its gRPC services
+    pid: int
+    host: str
+    generation: int  # larger in each life of the same worker_id; the epoch of its tickets
+    model: str  # name served to clients
+    fingerprint: Mapping[str, str]  # every setting two workers must share, by name
+    layout: KVLayout
+    num_blocks: int
+    max_model_tokens: int  # the model's context, prompt and answer together
+    endpoints: tuple[Endpoint, ...]  # of its KV transports, best first
+
+    @property
+    def max_request_tokens(self) -> int:
+        """The largest request this worker can ever hold, prompt and answer together."""
+        return min(self.max_model_tokens, self.num_blocks * self.layout.block_tokens + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLoad:
+    """A worker's state at one moment; sent with every heartbeat."""
+
+    running: int = 0  # sequences that are being computed or hold blocks
+    queued: int = 0  # sequences that wait for their first step
+    free_blocks: int = 0
+    draining: bool = False
+    stalled_s: float = 0.0  # how long there has been work and no step; 0 when idle or moving
+    counters: Mapping[str, int] = field(default_factory=dict)  # totals since the start, by metric name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCounts:
+    """Where the blocks of a pool are; ``free + owned + cached + draining == total`` always."""
+
+    total: int
+    free: int
+    cached: int
+    owned: int
+    draining: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerAudit:
+    """A worker's books, taken between two steps."""
+
+    worker_id: str
+    role: Role
+    blocks: BlockCounts
+    tickets: int  # reservations not yet resumed, released or expired
+    transfers: int  # incoming and outgoing, not yet over
+    sequences: int
+
+
+class PrefillPort(Protocol):
+    """Computes prompts."""
+
+    async def prefill(self, request: Request, ticket: KVTicket | None) -> TokenOutput:
+        """Compute the prompt, send its KV to the ticket's holder, and return the first token.
+
+        Returns as soon as the token is known; the tail of the KV may still be on its way.  Without
+        a ticket the answer must end with its first token (``max_tokens`` reached) and nothing is sent.
+        Cancelling the call aborts the prompt and its transfer.
+
+        Raises:
+            InvalidRequest: The request can never be run here.
+            Unavailable: Not now or not here.
+            TransferError: The ticket's holder refused the KV.
+        """
+        ...
+
+
+class DecodePort(Protocol):
+    """Holds KV and generates tokens."""
+
+    async def reserve(self, request: Request) -> KVTicket:
+        """Set room aside for the KV of ``request``, all of it or none.
+
+        Raises:
+            NoFreeBlocks: Nothing was taken.
+            PromptTooLong: It can never fit.
+            WorkerDraining: The worker takes nothing new.
+        """
+        ...
+
+    def resume(self, ticket: KVTicket, first: TokenOutput) -> AsyncGenerator[TokenOutput, None]:
+        """Wait for proof that all KV arrived, then generate what follows ``first``.
+
+        Raises:
+            TransferError: The KV did not arrive whole; the ticket is over.
+        """
+        ...
+
+    def generate(self, request: Request) -> AsyncGenerator[TokenOutput, None]:
+        """Compute the prompt here and generate the whole answer: colocated serving."""
+        ...
+
+    async def release(self, ticket: KVTicket) -> TransferReport:
+        """Give a ticket's room back.  Idempotent; an unknown ticket gives an empty report."""
+        ...
+
+
+class WorkerPort(Protocol):
+    """What every worker answers, whatever its role."""
+
+    async def status(self) -> WorkerLoad: ...
+
+    async def drain(self, *, timeout_s: float) -> bool:
+        """Take nothing new, wait for what runs; return whether all of it ended in time."""
+        ...
+
+    async def audit(self) -> WorkerAudit: ...
+
+
+class KVStore(Protocol):
+    """Bytes of KV by token position, as transfers need them.
+
+    A part of one layer is ``[2, num_tokens, num_kv_heads, head_dim]`` elements of the layout's
+    dtype, keys before values, contiguous: independent of the block size on either side.
+    """
+
+    layout: KVLayout
+
+    def read(self, *, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int) -> memoryview:
+        """Copy tokens ``first_token`` and on of the sequence stored in ``blocks`` into one buffer."""
+        ...
+
+    def write(
+        self, payload: memoryview, *, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int
+    ) -> None:
+        """Copy ``payload`` into ``blocks``; its length must be exactly ``num_tokens`` tokens' of one layer."""
+        ...

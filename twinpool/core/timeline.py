@@ -1,0 +1,68 @@
+"""What happened to one request and when: spans with a length, events without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from twinpool.core.clock import Clock
+
+Value = str | int | float | bool | None
+
+
+@dataclass(slots=True)
+class Span:
+    """A stretch of a request's life; times are seconds since the request arrived."""
+
+    name: str  # queue, reserve, prefill, transfer, decode
+    start_s: float
+    end_s: float | None = None
+    detail: dict[str, Value] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened at one moment: a retry, a fallback, the first token."""
+
+    name: str
+    at_s: float
+    detail: dict[str, Value]
+
+
+class RequestTimeline:
+    """The spans and events of one request, in the order in which they began.
+
+    Args:
+        request_id: The id given to the client.
+        clock: Read at each mark.
+    """
+
+    def __init__(self, request_id: str, clock: Clock) -> None:
+        self.request_id = request_id
+        self.spans: list[Span] = []
+        self.events: list[Event] = []
+        self._clock = clock
+        self._arrived_s = clock.now_s()
+
+    def now_s(self) -> float:
+        """Return seconds since the request arrived."""
+        return self._clock.now_s() - self._arrived_s
+
+    @contextmanager
+    def span(self, name: str, **detail: Value) -> Iterator[Span]:
+        """Record a span around a block; it is closed however the block ends."""
+        span = Span(name, self.now_s(), None, dict(detail))
+        self.spans.append(span)
+        try:
+            yield span
+        finally:
+            span.end_s = self.now_s()
+
+    def add_span(self, name: str, *, start_s: float, end_s: float | None, **detail: Value) -> None:
+        """Record a span that was measured elsewhere."""
+        self.spans.append(Span(name, start_s, end_s, dict(detail)))
+
+    def event(self, name: str, **detail: Value) -> None:
+        """Record that something happened now."""
+        self.events.append(Event(name, self.now_s(), dict(detail)))
