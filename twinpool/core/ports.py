@@ -154,5 +154,5 @@ class KVStore(Protocol):
     def write(
         self, payload: memoryview, *, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int
     ) -> None:
-        """Copy ``payload`` into ``blocks``; its length must be exactly ``num_tokens`` tokens' of one layer."""
+        """Copy ``payload`` into ``blocks``; exactly ``num_tokens`` tokens of one layer."""
         ...

@@ -19,7 +19,7 @@ class SamplingParams:
     """How tokens are chosen.  The router resolves every default, so a worker never guesses.
 
     Order of operations on the logits of one position: ``logit_bias``, penalties, ``min_tokens`` and
-    vocabulary masks, temperature, ``top_k``, ``top_p``, ``min_p``.  Log-probabilities are those of the raw logits.
+    vocabulary masks, temperature, ``top_k``, ``top_p``, ``min_p``.  Log-probabilities are of the raw logits.
     """
 
     seed: int  # 0 <= seed < 2**64; the token at one position is a function of (seed, position, logits)
