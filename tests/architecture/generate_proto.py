@@ -1,0 +1,45 @@
+"""Generate twinpool/pb from proto/: `make proto` runs it, and a test compares what it would write.
+
+Knows where both folders are and nothing of what the messages mean.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from grpc_tools import protoc
+
+REPOSITORY = Path(__file__).parents[2]
+PROTO = REPOSITORY / "proto"
+GENERATED = REPOSITORY / "twinpool" / "pb"
+
+
+def generate_proto(root: Path) -> None:
+    """Write the generated modules into ``root/twinpool/pb``, and only those that hold something.
+
+    The mapping ``twinpool/pb=proto`` gives the modules absolute imports that fit their place.  A proto
+    without a service gets no ``_grpc`` module: protoc would write one with nothing in it.
+    """
+    sources = sorted(PROTO.glob("*.proto"))
+    arguments = [
+        "protoc",
+        f"-Itwinpool/pb={PROTO}",
+        f"-I{files('grpc_tools') / '_proto'}",
+        f"--python_out={root}",
+        f"--pyi_out={root}",
+        f"--grpc_python_out={root}",
+        *(f"twinpool/pb/{source.name}" for source in sources),
+    ]
+    status = protoc.main(arguments)
+    if status != 0:
+        raise RuntimeError(f"protoc ended with {status}")
+    for source in sources:
+        if "\nservice " not in source.read_text(encoding="utf-8"):
+            (root / "twinpool" / "pb" / f"{source.stem}_pb2_grpc.py").unlink()
+
+
+if __name__ == "__main__":
+    for stale in GENERATED.glob("*_pb2*"):
+        stale.unlink()
+    generate_proto(REPOSITORY)
