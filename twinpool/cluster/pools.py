@@ -1,0 +1,241 @@
+"""Keeps the running workers equal to the wanted ones: who to start, who to stop, who waits and why.
+
+    wanted, no life   -> start it, unless it waits: after failures (backoff) or for room on a machine
+    life, not wanted  -> stop it: it drains
+    life ended        -> forget the life; the next one has a larger generation
+
+Knows no Ray, no process and no clock of its own; ``Machines`` starts and stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from twinpool.core.clock import Clock
+from twinpool.core.ports import Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """One run of one worker, from its start to its end."""
+
+    worker_id: str  # role and number, as in prefill-0
+    role: Role
+    generation: int  # larger than that of every earlier life of any worker
+
+
+class Phase(StrEnum):
+    """Where a life is."""
+
+    STARTING = "starting"
+    RUNNING = "running"  # the router took it
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LifeState:
+    """What is known of a life."""
+
+    phase: Phase = Phase.STARTING
+    detail: str = ""  # what it does while it starts; why it ended
+    pid: int | None = None
+    host: str = ""
+
+
+class Machines(Protocol):
+    """Where workers run.  No call waits for a worker."""
+
+    def start(self, lives: Sequence[Life]) -> Mapping[str, str]:
+        """Start what there is room for; return why the others cannot start, by worker id."""
+        ...
+
+    def stop(self, life: Life) -> None:
+        """Let it drain and end, by force if it takes too long.  Idempotent."""
+        ...
+
+    def state(self, life: Life) -> LifeState:
+        """Tell where a life is; one that ended stays ``ENDED``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backoff:
+    """How long a worker that keeps failing waits for its next start."""
+
+    first_s: float = 1.0  # after the second failure in a row; the first restart is at once
+    max_s: float = 30.0
+    healthy_s: float = 60.0  # a life that ran for so long ends the row of failures
+
+    def delay_s(self, num_failures: int) -> float:
+        """Return the wait after ``num_failures`` failures in a row."""
+        if num_failures <= 1:
+            return 0.0
+        return float(min(self.max_s, self.first_s * 2.0 ** min(num_failures - 2, 30)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """One worker as `twinpool status` shows it."""
+
+    worker_id: str
+    role: Role
+    state: str  # starting, running, stopping, waiting
+    generation: int | None  # of the life that runs
+    detail: str  # why it waits, or what it does
+    num_failures: int  # lives that ended unasked since the deployment started
+    pid: int | None = None
+    host: str = ""
+
+
+class Pools:
+    """The wanted workers of one deployment and the lives that serve them.
+
+    Args:
+        wanted: Workers per role.
+        machines: Starts and stops them.
+        clock: For backoff.
+        first_generation: Larger than any generation an earlier controller gave.
+        backoff: How failing workers wait.
+        start_timeout_s: A life that does not reach the router in time is stopped and counts as failed.
+    """
+
+    def __init__(
+        self,
+        wanted: Mapping[Role, int],
+        machines: Machines,
+        clock: Clock,
+        *,
+        first_generation: int = 1,
+        backoff: Backoff | None = None,
+        start_timeout_s: float = 600.0,
+    ) -> None:
+        self._wanted = dict(wanted)
+        self._machines = machines
+        self._clock = clock
+        self._next_generation = first_generation
+        self._backoff = backoff or Backoff()
+        self._start_timeout_s = start_timeout_s
+        self._slots: dict[str, _Slot] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is wanted and nothing runs."""
+        return not self._slots and not any(self._wanted.values())
+
+    def scale(self, role: Role, count: int) -> None:
+        """Want ``count`` workers of ``role`` from the next tick on; surplus drains, highest number first."""
+        assert count >= 0, f"{count} workers"
+        self._wanted[role] = count
+
+    def replace(self, worker_id: str) -> None:
+        """Drain a worker and start its next life when it ended; an unknown one is left alone."""
+        slot = self._slots.get(worker_id)
+        if slot is not None and slot.life is not None:
+            self._stop(slot)
+
+    def tick(self) -> None:
+        """Do what is due; call it about twice a second."""
+        now_s = self._clock.now_s()
+        for slot in self._slots.values():
+            self._look_at(slot, now_s)
+        wanted = self._wanted_ids()
+        for worker_id, slot in list(self._slots.items()):
+            if worker_id not in wanted and slot.life is not None:
+                self._stop(slot)
+            elif worker_id not in wanted:
+                del self._slots[worker_id]
+        for worker_id, role in wanted.items():
+            self._slots.setdefault(worker_id, _Slot(worker_id, role))
+        self._start([slot for slot in self._slots.values() if slot.may_start(now_s)], now_s)
+
+    def report(self) -> tuple[WorkerReport, ...]:
+        """Return every wanted or still running worker, in order of role and number."""
+        return tuple(self._report(slot) for slot in self._slots.values())
+
+    def _wanted_ids(self) -> dict[str, Role]:
+        return {f"{role}-{i}": role for role, count in self._wanted.items() for i in range(count)}
+
+    def _look_at(self, slot: _Slot, now_s: float) -> None:
+        if slot.life is None:
+            return
+        state = self._machines.state(slot.life)
+        if state.phase is Phase.ENDED:
+            self._ended(slot, state, now_s)
+        elif state.phase is Phase.RUNNING and slot.running_since_s is None:
+            slot.running_since_s = now_s
+        elif state.phase is Phase.STARTING and now_s - slot.started_s > self._start_timeout_s:
+            slot.late = True
+            self._machines.stop(slot.life)
+
+    def _ended(self, slot: _Slot, state: LifeState, now_s: float) -> None:
+        was_asked = slot.stopping and not slot.late
+        if not was_asked:
+            was_healthy = (
+                slot.running_since_s is not None and now_s - slot.running_since_s >= self._backoff.healthy_s
+            )
+            slot.failures_in_row = 1 if was_healthy else slot.failures_in_row + 1
+            slot.num_failures += 1
+            slot.not_before_s = now_s + self._backoff.delay_s(slot.failures_in_row)
+            late = f"did not join the router within {self._start_timeout_s:g} s; " if slot.late else ""
+            slot.detail = late + state.detail
+        slot.life, slot.running_since_s, slot.stopping, slot.late = None, None, False, False
+
+    def _stop(self, slot: _Slot) -> None:
+        assert slot.life is not None
+        slot.stopping = True
+        self._machines.stop(slot.life)
+
+    def _start(self, slots: Sequence[_Slot], now_s: float) -> None:
+        lives = []
+        for slot in slots:
+            lives.append(Life(worker_id=slot.worker_id, role=slot.role, generation=self._next_generation))
+            self._next_generation += 1
+        why_not = self._machines.start(lives) if lives else {}
+        for slot, life in zip(slots, lives, strict=True):
+            if life.worker_id in why_not:
+                slot.detail = why_not[life.worker_id]
+            else:
+                slot.life, slot.started_s = life, now_s
+
+    def _report(self, slot: _Slot) -> WorkerReport:
+        if slot.life is None:
+            return WorkerReport(
+                worker_id=slot.worker_id,
+                role=slot.role,
+                state="waiting",
+                generation=None,
+                detail=slot.detail,
+                num_failures=slot.num_failures,
+            )
+        state = self._machines.state(slot.life)
+        return WorkerReport(
+            worker_id=slot.worker_id,
+            role=slot.role,
+            state="stopping" if slot.stopping else state.phase.value,
+            generation=slot.life.generation,
+            detail=state.detail,
+            num_failures=slot.num_failures,
+            pid=state.pid,
+            host=state.host,
+        )
+
+
+@dataclass(slots=True)
+class _Slot:
+    worker_id: str
+    role: Role
+    life: Life | None = None
+    started_s: float = 0.0
+    running_since_s: float | None = None
+    stopping: bool = False  # we asked it to end
+    late: bool = False  # we asked because it never reached the router
+    not_before_s: float = 0.0
+    failures_in_row: int = 0
+    num_failures: int = 0
+    detail: str = ""
+
+    def may_start(self, now_s: float) -> bool:
+        return self.life is None and now_s >= self.not_before_s
