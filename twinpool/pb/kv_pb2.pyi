@@ -7,28 +7,28 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PushHeader(_message.Message):
-    __slots__ = ("frames",)
-    FRAMES_FIELD_NUMBER: _ClassVar[int]
-    frames: _containers.RepeatedCompositeFieldContainer[FrameHeader]
-    def __init__(self, frames: _Optional[_Iterable[_Union[FrameHeader, _Mapping]]] = ...) -> None: ...
-
-class FrameHeader(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "layer", "first_token", "num_tokens", "checksum", "payload_bytes")
+    __slots__ = ("transfer_id", "epoch", "frames")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    epoch: int
+    frames: _containers.RepeatedCompositeFieldContainer[FrameHeader]
+    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., frames: _Optional[_Iterable[_Union[FrameHeader, _Mapping]]] = ...) -> None: ...
+
+class FrameHeader(_message.Message):
+    __slots__ = ("layer", "first_token", "num_tokens", "checksum", "payload_bytes")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
-    transfer_id: str
-    epoch: int
     layer: int
     first_token: int
     num_tokens: int
     checksum: int
     payload_bytes: int
-    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., layer: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., checksum: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, layer: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., checksum: _Optional[int] = ..., payload_bytes: _Optional[int] = ...) -> None: ...
 
 class PushReply(_message.Message):
     __slots__ = ("credit_bytes", "complete", "error", "detail")

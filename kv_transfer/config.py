@@ -1,0 +1,41 @@
+"""Settings of KV transfers; the same for every worker of a deployment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kv_transfer.hub import Hub
+from twinpool.core.errors import ConfigError
+
+# No transport sends or takes a larger message, so a peer cannot make us allocate more than this.
+MAX_MESSAGE_BYTES = 8 * 2**20
+_HEADER_ROOM_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig:
+    """How KV moves between two workers."""
+
+    lease_s: float = 30.0  # a transfer without progress for so long gives its room back
+    message_bytes: int = 2 * 2**20  # payload that one message aims at
+    credit_bytes: int = 16 * 2**20  # most payload a sender may have in flight to one transfer
+    checksum: bool = True  # off only to measure its cost, or to show that its absence is noticed
+    connect_timeout_s: float = 5.0  # until a peer has answered the first message
+    listen: str = ""  # own address, as the transport spells it; empty: any free one on this host
+    advertise_host: str = ""  # what peers connect to when `listen` is a wildcard
+    hub: Hub = field(default_factory=Hub, compare=False)  # shared by the workers of one process
+
+    def __post_init__(self) -> None:
+        for name in ("lease_s", "connect_timeout_s", "message_bytes"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"transfer.{name}", f"{getattr(self, name)} is not above 0")
+        if self.message_bytes > MAX_MESSAGE_BYTES - _HEADER_ROOM_BYTES:
+            raise ConfigError(
+                "transfer.message_bytes",
+                f"{self.message_bytes} is more than {MAX_MESSAGE_BYTES - _HEADER_ROOM_BYTES}",
+            )
+        if self.credit_bytes < self.message_bytes:
+            raise ConfigError(
+                "transfer.credit_bytes",
+                f"{self.credit_bytes} is less than one message of {self.message_bytes}",
+            )

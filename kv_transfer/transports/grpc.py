@@ -1,0 +1,305 @@
+"""Between processes and hosts: one gRPC stream per transfer over one kept connection per peer.
+
+The messages are described in ``proto/kv.proto``.  Nothing in them is believed: lengths are compared
+with what came before anything is cut, and the receiver checks the rest.  Uses ``grpc.aio`` on the
+caller's event loop and no thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from kv_transfer.config import MAX_MESSAGE_BYTES, TransferConfig
+from kv_transfer.credit import Credit
+from kv_transfer.frame import Frame
+from kv_transfer.intake import take_in
+from kv_transfer.transport import FrameSink
+from twinpool.core import errors
+from twinpool.core.errors import ConfigError, TransferDamaged, TransferError, TransferTimeout
+from twinpool.core.ticket import Endpoint
+from twinpool.pb.kv_pb2 import FrameHeader, PushHeader, PushReply
+
+_Context = grpc.aio.ServicerContext[bytes, bytes]
+_SERVICE, _METHOD = "twinpool.v1.KVTransfer", "Push"
+_LENGTH = struct.Struct("<I")
+
+_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A host that vanished without a word is noticed within 15 s; a process that died, at once.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+_SERVER_OPTIONS = (
+    *_OPTIONS,
+    ("grpc.so_reuseport", 0),  # two workers on one port would each get half of the transfers
+)
+_CHANNEL_OPTIONS = (
+    *_OPTIONS,
+    ("grpc.enable_http_proxy", 0),  # KV never goes through a proxy that the environment names
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel knows nothing of an old one's back-off
+)
+_FAILED = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
+_ERRORS = {
+    kind.__name__: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, TransferError)
+}
+
+
+class GrpcTransport:
+    """A server of its own and a table of connections to peers."""
+
+    def __init__(self, config: TransferConfig) -> None:
+        self._config = config
+        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
+        listen = config.listen or "127.0.0.1:0"
+        host = config.advertise_host or listen.rpartition(":")[0]
+        if host in ("0.0.0.0", "[::]"):
+            raise ConfigError("transfer.advertise_host", f"needed, since no peer can connect to {listen}")
+        try:
+            port = self._server.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise ConfigError("transfer.listen", f"{listen} cannot be bound: {error}") from error
+        self._endpoint = Endpoint("grpc", f"{host}:{port}")
+        self._connections: dict[str, grpc.aio.Channel] = {}
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self._endpoint
+
+    async def start(self, sink: FrameSink) -> None:
+        service = _PushService(sink, self._config)
+        handler = grpc.stream_stream_rpc_method_handler(service.push)
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),)
+        )
+        await self._server.start()
+
+    async def open(self, peer: Endpoint, *, transfer_id: str, epoch: int, timeout_s: float) -> _GrpcChannel:
+        # No serializers: messages are raw bytes.
+        push = self._connection(peer.address).stream_stream(f"/{_SERVICE}/{_METHOD}", None, None)
+        channel = _GrpcChannel(push(None), peer.address, transfer_id, epoch)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await channel.meet()
+        except TimeoutError:
+            await channel.abort()
+            raise TransferTimeout(f"no answer from {peer.address} in {timeout_s:g} s") from None
+        except BaseException:
+            await channel.abort()
+            raise
+        return channel
+
+    async def close(self) -> None:
+        connections, self._connections = self._connections, {}
+        for connection in connections.values():
+            await connection.close(grace=None)
+        await self._server.stop(grace=None)
+
+    def _connection(self, address: str) -> grpc.aio.Channel:
+        """Return the kept connection, or a new one after a failure: a restarted peer is reached at once."""
+        kept = self._connections.get(address)
+        if kept is None or kept.get_state() in _FAILED:
+            self._connections[address] = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        return self._connections[address]
+
+
+class _GrpcChannel:
+    """The sender's half of a stream."""
+
+    def __init__(
+        self,
+        call: grpc.aio.StreamStreamCall[bytes, bytes],
+        address: str,
+        transfer_id: str,
+        epoch: int,
+    ) -> None:
+        self._call = call
+        self._address = address
+        self._transfer_id = transfer_id
+        self._epoch = epoch
+        self._credit = Credit()
+        self._met = asyncio.Event()
+        self._replies = asyncio.create_task(self._read_replies())
+        self._replies.add_done_callback(self._note_end)
+
+    async def meet(self) -> None:
+        """Name the transfer and wait for the first credit."""
+        await self._write(_pack(self._transfer_id, self._epoch, ()))
+        await self._met.wait()
+        if self._replies.done():
+            await self.ended()
+
+    async def send(self, frames: Sequence[Frame]) -> None:
+        await self._credit.take(sum(frame.payload.nbytes for frame in frames))
+        if self._replies.done():
+            await self.ended()
+        else:
+            await self._write(_pack(self._transfer_id, self._epoch, frames))
+
+    async def finish(self) -> None:
+        if not self._replies.done():
+            await self._call.done_writing()
+        await self.ended()
+
+    async def ended(self) -> None:
+        await asyncio.wait({self._replies})
+        if self._replies.cancelled():
+            raise TransferError("the transfer was aborted")
+        self._replies.result()
+
+    async def abort(self) -> None:
+        self._call.cancel()
+        self._replies.cancel()
+        await asyncio.wait({self._replies})
+
+    async def _write(self, message: bytes) -> None:
+        try:
+            await self._call.write(message)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self.ended()
+
+    async def _read_replies(self) -> None:
+        """Pass on credit until the receiver ends the transfer; return when it is whole."""
+        try:
+            async for data in self._call:
+                reply = PushReply.FromString(data)
+                if reply.complete:
+                    return
+                if reply.error:
+                    kind = _ERRORS.get(reply.error, TransferError)
+                    raise kind(f"{self._address}: {reply.detail}")
+                self._credit.grant(reply.credit_bytes)
+                self._met.set()
+        except grpc.aio.AioRpcError as error:
+            raise TransferError(f"{self._address}: {error.code().name}: {error.details()}") from None
+        except DecodeError as error:
+            raise TransferDamaged(f"{self._address}: {error}") from None
+        raise TransferError(f"{self._address}: the stream ended without a word")
+
+    def _note_end(self, replies: asyncio.Task[None]) -> None:
+        self._credit.close()
+        self._met.set()
+        if not replies.cancelled():
+            replies.exception()
+
+
+class _PushService:
+    """The receiver's half of all streams."""
+
+    def __init__(self, sink: FrameSink, config: TransferConfig) -> None:
+        self._sink = sink
+        self._config = config
+
+    async def push(self, requests: AsyncIterator[bytes], context: _Context) -> AsyncGenerator[bytes, None]:
+        """Take in one transfer, and answer with credit and with how it ended."""
+        replies: asyncio.Queue[PushReply | None] = asyncio.Queue()  # None: the last one was said
+        intake = asyncio.create_task(self._take_in(requests, replies))
+        intake.add_done_callback(lambda task: replies.put_nowait(None))
+        try:
+            while (reply := await replies.get()) is not None:
+                yield reply.SerializeToString()
+            intake.result()
+        finally:
+            intake.cancel()
+            await asyncio.wait({intake})
+
+    async def _take_in(
+        self, requests: AsyncIterator[bytes], replies: asyncio.Queue[PushReply | None]
+    ) -> None:
+        async def grant(num_bytes: int) -> None:
+            replies.put_nowait(PushReply(credit_bytes=num_bytes))
+
+        try:
+            transfer_id, epoch = await self._meet(requests)
+            await grant(self._config.credit_bytes)
+            await take_in(self._sink, transfer_id, epoch, _messages(requests), grant)
+        except TransferError as error:
+            replies.put_nowait(PushReply(error=type(error).__name__, detail=str(error)))
+        else:
+            replies.put_nowait(PushReply(complete=True))
+
+    async def _meet(self, requests: AsyncIterator[bytes]) -> tuple[str, int]:
+        try:
+            async with asyncio.timeout(self._config.connect_timeout_s):
+                header, _ = _unpack(await anext(requests))
+        except (TimeoutError, StopAsyncIteration):
+            raise TransferDamaged("the stream names no transfer") from None
+        return header.transfer_id, header.epoch
+
+
+async def _messages(requests: AsyncIterator[bytes]) -> AsyncGenerator[Sequence[Frame], None]:
+    async for data in requests:
+        _, frames = _unpack(data)
+        yield frames
+
+
+def _pack(transfer_id: str, epoch: int, frames: Sequence[Frame]) -> bytes:
+    header = PushHeader(
+        transfer_id=transfer_id,
+        epoch=epoch,
+        frames=[
+            FrameHeader(
+                layer=frame.layer,
+                first_token=frame.first_token,
+                num_tokens=frame.num_tokens,
+                checksum=frame.checksum,
+                payload_bytes=frame.payload.nbytes,
+            )
+            for frame in frames
+        ],
+    ).SerializeToString()
+    return b"".join([_LENGTH.pack(len(header)), header, *(frame.payload for frame in frames)])
+
+
+def _unpack(data: bytes) -> tuple[PushHeader, list[Frame]]:
+    """Cut a message into frames that point into it.
+
+    Raises:
+        TransferDamaged: Its lengths contradict each other, or the header is none.
+    """
+    message = memoryview(data)
+    if len(message) < _LENGTH.size:
+        raise TransferDamaged(f"a message of {len(message)} bytes has no header")
+    start = _LENGTH.size + _LENGTH.unpack_from(message)[0]
+    if start > len(message):
+        raise TransferDamaged(f"a message of {len(message)} bytes has a header that ends at {start}")
+    try:
+        header = PushHeader.FromString(message[_LENGTH.size : start].tobytes())
+    except DecodeError as error:
+        raise TransferDamaged(f"the header of a message cannot be read: {error}") from None
+    if start + sum(part.payload_bytes for part in header.frames) != len(message):
+        raise TransferDamaged("the payloads named in a header do not fill its message")
+    frames = []
+    for part in header.frames:
+        frames.append(
+            Frame(
+                transfer_id=header.transfer_id,
+                epoch=header.epoch,
+                layer=part.layer,
+                first_token=part.first_token,
+                num_tokens=part.num_tokens,
+                checksum=part.checksum,
+                payload=message[start : start + part.payload_bytes],
+            )
+        )
+        start += part.payload_bytes
+    return header, frames
+
+
+def create(config: TransferConfig) -> GrpcTransport:
+    """Create a worker's gRPC transport and bind ``config.listen``, a ``host:port``; port 0 is any free one.
+
+    Raises:
+        ConfigError: The address is taken or cannot be bound.
+    """
+    return GrpcTransport(config)
