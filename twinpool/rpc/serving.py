@@ -1,0 +1,50 @@
+"""What every server of ours does the same way: bind an address, and keep an error inside its call."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+
+from twinpool.core.errors import ConfigError, InternalError, ServingError
+from twinpool.rpc.status import abort_with
+
+EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]  # what a read gives when the peer has said all
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_log = logging.getLogger(__name__)
+
+
+def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Bind ``server`` and return the port.
+
+    Raises:
+        ConfigError: The address cannot be listened on.
+    """
+    address = join_address(host, port)
+    try:
+        return server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError("--port", f"{address} cannot be listened on: {error}") from error
+
+
+def join_address(host: str, port: int) -> str:
+    """Return ``host:port``, with the brackets that an IPv6 address needs."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@asynccontextmanager
+async def one_call(context: Context) -> AsyncIterator[None]:
+    """Turn what a call raises into its status: nothing gets past the call it belongs to."""
+    try:
+        yield
+    except ServingError as error:
+        await abort_with(context, error)
+    except grpc.aio.BaseError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the top of one call
+        _log.exception("a call failed")
+        await abort_with(context, InternalError(f"the worker failed with {type(error).__name__}"))
