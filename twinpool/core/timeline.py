@@ -31,17 +31,32 @@ class Event:
 
 
 class RequestTimeline:
-    """The spans and events of one request, in the order in which they began.
+    """The spans and events of one request, in the order in which they began, and where it ran.
 
     Args:
         request_id: The id given to the client.
         clock: Read at each mark.
+
+    Attributes:
+        path: How the last attempt runs: disaggregated, local or colocated; None before it is placed.
+        prefill_worker: Who computes the prompt in the last attempt; None if its decode worker does.
+        decode_worker: Who generates; None if the first token is the whole answer.
+        kv_bytes: Payload moved between workers, all attempts together.
+        cached_tokens: Prompt tokens the last attempt found in a cache.
+        outcome: How the request ended: a finish reason, ``cancelled`` or the class of an error.  Set to
+            ``stop`` by one who closes the stream because the answer is complete (a stop string).
     """
 
     def __init__(self, request_id: str, clock: Clock) -> None:
         self.request_id = request_id
         self.spans: list[Span] = []
         self.events: list[Event] = []
+        self.path: str | None = None
+        self.prefill_worker: str | None = None
+        self.decode_worker: str | None = None
+        self.kv_bytes = 0
+        self.cached_tokens = 0
+        self.outcome: str | None = None
         self._clock = clock
         self._arrived_s = clock.now_s()
 

@@ -1,0 +1,66 @@
+"""Room that one attempt holds on its workers, in this router's books and, once reserved, in blocks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from router.workers import WorkerHandle
+from twinpool.core.ports import Role
+from twinpool.core.request import Request
+from twinpool.core.ticket import KVTicket
+
+
+class Claim:
+    """What one attempt holds; all of it goes back exactly once.
+
+    Args:
+        request: The attempt's request.
+        prefill: Who computes the prompt; None if ``decode`` does.
+        decode: Who generates; None if the first token is the whole answer.
+        on_freed: Called after room went back.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        prefill: WorkerHandle | None,
+        decode: WorkerHandle | None,
+        on_freed: Callable[[], None],
+    ) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        # Set when a ticket is asked for.  A task of its own: if the attempt is cancelled between
+        # the worker's answer and its arrival here, the ticket is still known and released.
+        self.reserving: asyncio.Task[KVTicket] | None = None
+        self.reserved_s = 0.0  # on the request's timeline
+        self.asked: tuple[WorkerHandle, ...] = ()  # who is to blame if the current wait fails
+        self._num_tokens = request.num_tokens + 1
+        self._on_freed = on_freed
+        self._holding = [handle for handle in (prefill, decode) if handle is not None]
+        for handle in self._holding:
+            handle.take(num_tokens=self._num_tokens)
+
+    @property
+    def path(self) -> str:
+        """How the attempt runs, as clients and timelines spell it."""
+        if self.prefill is not None:
+            return "disaggregated"
+        assert self.decode is not None, "a claim without a worker"
+        return "colocated" if self.decode.info.role is Role.COLOCATED else "local"
+
+    def end_prefill(self) -> None:
+        """Give back the room on the prefill worker: the prompt is computed."""
+        if self.prefill in self._holding:
+            self._holding.remove(self.prefill)
+            self.prefill.give_back(num_tokens=self._num_tokens)
+            self._on_freed()
+
+    def close(self) -> None:
+        """Give back what is left."""
+        if self._holding:
+            holding, self._holding = self._holding, []
+            for handle in holding:
+                handle.give_back(num_tokens=self._num_tokens)
+            self._on_freed()

@@ -1,0 +1,89 @@
+"""What one answer has been through: how often it failed, and which workers failed or refused it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from router.claim import Claim
+from router.workers import WorkerHandle
+from twinpool.core.errors import (
+    NoFreeBlocks,
+    QueueFull,
+    ServingError,
+    TransferError,
+    WorkerDraining,
+    WorkerLost,
+)
+
+REFUSALS = (NoFreeBlocks, QueueFull, WorkerDraining)
+"""The worker had no room and did nothing; asking elsewhere or later is not another attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A worker's life, and how far it was when something went wrong there."""
+
+    handle: WorkerHandle
+    count: int
+
+
+class Tries:
+    """Bounds the attempts of one answer.
+
+    Args:
+        max_attempts: Attempts that may fail after a worker took them up; the last error is the client's.
+    """
+
+    def __init__(self, *, max_attempts: int) -> None:
+        self.num_failed = 0
+        self._max_attempts = max_attempts
+        self._failures: dict[str, _Mark] = {}
+        self._refusals: dict[str, _Mark] = {}
+
+    def failed(self, error: ServingError, claim: Claim) -> None:
+        """Write down that an attempt ended with ``error``.
+
+        Raises:
+            ServingError: ``error`` itself, if there must not be another attempt.
+        """
+        if not error.retryable:
+            raise error
+        if isinstance(error, REFUSALS):
+            for handle in claim.asked:
+                self._refusals[handle.worker_id] = _Mark(handle, handle.num_changes)
+            return
+        self.num_failed += 1
+        if self.num_failed >= self._max_attempts:
+            raise error
+        for handle in suspects(error, claim):
+            self._failures[handle.worker_id] = _Mark(handle, handle.num_heard)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether there are workers to avoid."""
+        return bool(self._failures)
+
+    def is_suspect(self, handle: WorkerHandle) -> bool:
+        """Return whether an attempt failed on this life of the worker."""
+        mark = self._failures.get(handle.worker_id)
+        return mark is not None and mark.handle is handle
+
+    def is_silent(self, handle: WorkerHandle) -> bool:
+        """Return whether an attempt failed there and the worker has not spoken since."""
+        return self.is_suspect(handle) and self._failures[handle.worker_id].count == handle.num_heard
+
+    def is_full(self, handle: WorkerHandle) -> bool:
+        """Return whether the worker refused this answer and nothing has changed there since."""
+        mark = self._refusals.get(handle.worker_id)
+        return mark is not None and mark.handle is handle and mark.count == handle.num_changes
+
+
+def suspects(error: ServingError, claim: Claim) -> tuple[WorkerHandle, ...]:
+    """Return the workers that the next attempt avoids if it can."""
+    involved = tuple(handle for handle in (claim.prefill, claim.decode) if handle is not None)
+    if isinstance(error, WorkerLost):
+        named = tuple(handle for handle in involved if handle.worker_id == error.worker_id)
+        return named or claim.asked
+    if isinstance(error, TransferError):
+        return involved
+    return claim.asked

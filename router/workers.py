@@ -1,0 +1,406 @@
+"""Who is there: workers that joined, how they are, and what this router has running on each.
+
+Knows nothing of sockets: joins, heartbeats and losses are told to it, and ``connect`` makes the
+ports.  Every wait on a worker is guarded by its handle, so that a loss ends all of them at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Protocol
+
+from router.config import Fallback, RouterConfig
+from router.guard import Guard
+from router.policy import Snapshot, WorkerView
+from router.tasks import TaskSet
+from twinpool.core.clock import Clock
+from twinpool.core.errors import LayoutMismatch, ServingError, WorkerLost
+from twinpool.core.layout import KVLayout
+from twinpool.core.ports import DecodePort, PrefillPort, Role, WorkerInfo, WorkerLoad, WorkerPort
+
+
+class WorkerState(StrEnum):
+    """What the router thinks of a worker."""
+
+    JOINING = "joining"  # has not said how it is
+    READY = "ready"
+    STALLED = "stalled"  # speaks, but its engine has work and takes no step
+    DRAINING = "draining"  # finishes what it has
+    FROZEN = "frozen"  # silent; ready again when it speaks
+    LOST = "lost"  # gone for good; a successor has a larger generation
+
+
+class Closing(Protocol):
+    """A connection."""
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerPorts:
+    """A worker as the router can ask it."""
+
+    prefill: PrefillPort
+    decode: DecodePort
+    worker: WorkerPort
+    connection: Closing
+
+
+class EventKind(StrEnum):
+    """What can happen to a worker, as listeners hear of it."""
+
+    JOINED = "joined"
+    HEARD = "heard"
+    FROZEN = "frozen"
+    THAWED = "thawed"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolEvent:
+    """Something happened to one worker."""
+
+    kind: EventKind
+    worker_id: str
+    role: Role
+    reason: str = ""
+
+
+Listener = Callable[[PoolEvent], None]
+
+
+class WorkerHandle:
+    """One life of one worker, and this router's books about it.
+
+    Args:
+        info: What it said when it joined.
+        ports: How to ask it.
+        now_s: When it joined.
+        limit: Most requests given to it at once.
+        stalled_after_s: Work without a step for so long makes it not ready.
+    """
+
+    def __init__(
+        self, info: WorkerInfo, ports: WorkerPorts, *, now_s: float, limit: int, stalled_after_s: float
+    ) -> None:
+        self.info = info
+        self.ports = ports
+        self.limit = limit
+        self.load: WorkerLoad | None = None  # None: it has only joined
+        self.last_heard_s = now_s
+        self.num_heard = 0  # heartbeats; a request that failed here waits for the next one
+        self.num_changes = 0  # heartbeats and ended requests; a request refused here waits for the next one
+        self.in_flight = 0  # requests of this router that have not ended here
+        self.in_flight_tokens = 0
+        self._free_blocks = 0
+        self._stalled_after_s = stalled_after_s
+        self._guards: set[Guard] = set()
+        self._failure: WorkerLost | None = None
+        self._is_gone = False
+
+    @property
+    def worker_id(self) -> str:
+        return self.info.worker_id
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that were free at the last heartbeat, less what was taken and plus what ended since."""
+        return min(max(self._free_blocks, 0), self.info.num_blocks)
+
+    @property
+    def state(self) -> WorkerState:
+        if self._is_gone:
+            return WorkerState.LOST
+        if self._failure is not None:
+            return WorkerState.FROZEN
+        if self.load is None:
+            return WorkerState.JOINING
+        if self.load.draining:
+            return WorkerState.DRAINING
+        if self.load.stalled_s > self._stalled_after_s:
+            return WorkerState.STALLED
+        return WorkerState.READY
+
+    def heard(self, load: WorkerLoad, *, now_s: float) -> None:
+        """Take a heartbeat; it thaws a frozen worker."""
+        self.load = load
+        self.last_heard_s = now_s
+        self.num_heard += 1
+        self.num_changes += 1
+        self._free_blocks = load.free_blocks
+        if not self._is_gone:
+            self._failure = None
+
+    def freeze(self, reason: str) -> None:
+        """Fail everything that waits on this worker, until it speaks again."""
+        self._fail(reason)
+
+    def lose(self, reason: str) -> None:
+        """Fail everything that waits on this worker, for good."""
+        self._is_gone = True
+        self._fail(reason)
+
+    def take(self, *, num_tokens: int) -> None:
+        """Write down that a request of ``num_tokens`` is about to take room here."""
+        self.in_flight += 1
+        self.in_flight_tokens += num_tokens
+        self._free_blocks -= self.info.layout.num_blocks(num_tokens)
+
+    def give_back(self, *, num_tokens: int) -> None:
+        """Undo one ``take``; the caller does so exactly once."""
+        assert self.in_flight >= 1 and self.in_flight_tokens >= num_tokens, "more was given back than taken"
+        self.in_flight -= 1
+        self.in_flight_tokens -= num_tokens
+        self.num_changes += 1
+        self._free_blocks += self.info.layout.num_blocks(num_tokens)
+
+    def view(self, *, limit: int) -> WorkerView:
+        """Return what a routing policy may know of this worker."""
+        return WorkerView(
+            worker_id=self.worker_id,
+            in_flight=self.in_flight,
+            limit=limit,
+            in_flight_tokens=self.in_flight_tokens,
+            free_blocks=self.free_blocks,
+            num_blocks=self.info.num_blocks,
+            block_tokens=self.info.layout.block_tokens,
+            max_request_tokens=self.info.max_request_tokens,
+        )
+
+    def watch(self, guard: Guard) -> None:
+        """Trip ``guard`` when the worker is lost or frozen.
+
+        Raises:
+            WorkerLost: It is so already.
+        """
+        if self._failure is not None:
+            raise WorkerLost(self.worker_id, self._failure.reason)
+        self._guards.add(guard)
+
+    def unwatch(self, guard: Guard) -> None:
+        self._guards.discard(guard)
+
+    def _fail(self, reason: str) -> None:
+        self._failure = WorkerLost(self.worker_id, reason)
+        for guard in list(self._guards):
+            guard.trip(WorkerLost(self.worker_id, reason))
+
+
+class WorkerPool:
+    """The workers of one model.
+
+    Args:
+        config: Limits.
+        clock: Judges silence.
+        connect: Makes the ports of a worker; does not wait.
+    """
+
+    def __init__(
+        self, config: RouterConfig, *, clock: Clock, connect: Callable[[WorkerInfo], WorkerPorts]
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._connect = connect
+        self._handles: dict[str, WorkerHandle] = {}
+        self._listeners: list[Listener] = []
+        self._tasks = TaskSet("worker pool")
+        self._swept_s = clock.now_s()
+        self._log = logging.getLogger("twinpool.router")
+
+    # Told by the registry.
+
+    def joined(self, info: WorkerInfo) -> None:
+        """Take a worker in.
+
+        Raises:
+            LayoutMismatch: It does not fit the workers that are there; the message names the setting.
+            ServingError: A later life of the same worker is there already.
+        """
+        old = self._handles.get(info.worker_id)
+        if old is not None and old.info.generation >= info.generation:
+            raise ServingError(
+                f"worker {info.worker_id} of generation {info.generation} is older"
+                f" than the one here, {old.info.generation}"
+            )
+        for other in self._handles.values():
+            if other is not old:
+                check_fit(other.info, info)
+        ports = self._connect(info)
+        if old is not None:
+            self._lose(old, "a later life of it joined")
+        self._handles[info.worker_id] = WorkerHandle(
+            info,
+            ports,
+            now_s=self._clock.now_s(),
+            limit=self._limit(info.role),
+            stalled_after_s=self._config.stalled_after_s,
+        )
+        self._tell(EventKind.JOINED, info)
+
+    def heard(self, worker_id: str, generation: int, load: WorkerLoad) -> None:
+        """Take a heartbeat; one of an earlier life or of a stranger changes nothing."""
+        handle = self._current(worker_id, generation)
+        if handle is None:
+            return
+        was_frozen = handle.state is WorkerState.FROZEN
+        handle.heard(load, now_s=self._clock.now_s())
+        self._tell(EventKind.THAWED if was_frozen else EventKind.HEARD, handle.info)
+
+    def left(self, worker_id: str, generation: int, reason: str) -> None:
+        """Forget a worker that said good-bye or whose join stream broke."""
+        handle = self._current(worker_id, generation)
+        if handle is not None:
+            del self._handles[worker_id]
+            self._lose(handle, reason)
+
+    # Asked by the router.
+
+    @property
+    def handles(self) -> tuple[WorkerHandle, ...]:
+        """Every member, in the order in which they joined, frozen ones included."""
+        return tuple(self._handles.values())
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request can be answered the way the deployment was configured."""
+        roles = {handle.info.role for handle in self._handles.values() if handle.state is WorkerState.READY}
+        if Role.COLOCATED in roles:
+            return True
+        return Role.DECODE in roles and (Role.PREFILL in roles or not self._config.needs_prefill)
+
+    @property
+    def max_request_tokens(self) -> int | None:
+        """The largest request, prompt and answer together, that every member can hold; None if empty."""
+        return min((handle.info.max_request_tokens for handle in self._handles.values()), default=None)
+
+    def get(self, worker_id: str) -> WorkerHandle | None:
+        return self._handles.get(worker_id)
+
+    def snapshot(
+        self, *, is_avoided: Callable[[WorkerHandle], bool], is_full: Callable[[WorkerHandle], bool]
+    ) -> Snapshot:
+        """Return the ready workers as a routing policy sees them.
+
+        Args:
+            is_avoided: Such a worker is left out, as if it were not there.
+            is_full: Such a worker is shown, but without room.
+        """
+        views: dict[Role, list[WorkerView]] = {role: [] for role in Role}
+        for handle in self._handles.values():
+            if handle.state is WorkerState.READY and not is_avoided(handle):
+                limit = 0 if is_full(handle) else handle.limit
+                views[handle.info.role].append(handle.view(limit=limit))
+        return Snapshot(
+            prefill=tuple(views[Role.PREFILL]),
+            decode=tuple(views[Role.DECODE]),
+            colocated=tuple(views[Role.COLOCATED]),
+            is_local_allowed=self._config.fallback is Fallback.LOCAL or not self._config.needs_prefill,
+        )
+
+    def subscribe(self, listener: Listener) -> None:
+        """Tell ``listener`` of every event from now on; it must not wait."""
+        self._listeners.append(listener)
+
+    async def wait_ready(self, *, timeout_s: float) -> bool:
+        """Wait until ``is_ready``; return whether that came true in time."""
+        changed = asyncio.Event()
+
+        def on_event(_: PoolEvent) -> None:
+            changed.set()
+
+        self._listeners.append(on_event)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self.is_ready:
+                    await changed.wait()
+                    changed.clear()
+        except TimeoutError:
+            return False
+        finally:
+            self._listeners.remove(on_event)
+        return True
+
+    # Its own life.
+
+    async def start(self) -> None:
+        """Begin to look for silent workers."""
+        self._swept_s = self._clock.now_s()
+        self._tasks.spawn(self._sweep_forever())
+
+    async def close(self) -> None:
+        """Fail what waits, close every connection and stop."""
+        for handle in self.handles:
+            self.left(handle.worker_id, handle.info.generation, "the router stops")
+        await asyncio.sleep(0)  # lets tripped guards cancel their waits before the connections go
+        await self._tasks.wait(timeout_s=0.0)
+        await self._tasks.close()
+
+    def sweep(self) -> None:
+        """Freeze the workers that were silent for too long.
+
+        If this router itself was stopped or starved, heartbeats may lie unread in its sockets; the
+        time it missed is not held against the workers.
+        """
+        now_s = self._clock.now_s()
+        missed_s = now_s - self._swept_s - self._sweep_every_s
+        self._swept_s = now_s
+        for handle in self.handles:
+            if missed_s > self._config.heartbeat_s:
+                handle.last_heard_s = min(now_s, handle.last_heard_s + missed_s)
+            silent_s = now_s - handle.last_heard_s
+            if silent_s > self._config.lost_after_s and handle.state is not WorkerState.FROZEN:
+                handle.freeze(f"silent for {silent_s:.1f} s")
+                self._tell(EventKind.FROZEN, handle.info, f"silent for {silent_s:.1f} s")
+
+    @property
+    def _sweep_every_s(self) -> float:
+        return self._config.lost_after_s / 8
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._sweep_every_s)
+            self.sweep()
+
+    def _limit(self, role: Role) -> int:
+        return self._config.prefill_depth if role is Role.PREFILL else self._config.max_running_per_worker
+
+    def _current(self, worker_id: str, generation: int) -> WorkerHandle | None:
+        handle = self._handles.get(worker_id)
+        return handle if handle is not None and handle.info.generation == generation else None
+
+    def _lose(self, handle: WorkerHandle, reason: str) -> None:
+        handle.lose(reason)
+        self._tasks.spawn(handle.ports.connection.close())
+        self._tell(EventKind.LOST, handle.info, reason)
+
+    def _tell(self, kind: EventKind, info: WorkerInfo, reason: str = "") -> None:
+        if kind is not EventKind.HEARD:
+            self._log.info("worker %s (%s) %s %s", info.worker_id, info.role, kind, reason)
+        event = PoolEvent(kind=kind, worker_id=info.worker_id, role=info.role, reason=reason)
+        for listener in list(self._listeners):
+            listener(event)
+
+
+def check_fit(there: WorkerInfo, new: WorkerInfo) -> None:
+    """Check that two workers can serve one model together.
+
+    Raises:
+        LayoutMismatch: They differ in a setting that must be equal; the first such setting is named.
+    """
+    for name, old_value, new_value in _settings(there, new):
+        if old_value != new_value:
+            raise LayoutMismatch(
+                f"{name}: {there.worker_id} stores {old_value}, {new.worker_id} stores {new_value}"
+            )
+
+
+def _settings(there: WorkerInfo, new: WorkerInfo) -> Iterable[tuple[str, object, object]]:
+    yield "model", there.model, new.model
+    for each in fields(KVLayout):
+        yield each.name, getattr(there.layout, each.name), getattr(new.layout, each.name)
+    for name in sorted({*there.fingerprint, *new.fingerprint}):
+        yield name, there.fingerprint.get(name, "nothing"), new.fingerprint.get(name, "nothing")
