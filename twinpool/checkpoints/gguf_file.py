@@ -78,7 +78,8 @@ class GGUFFile:
             )
         except NotImplementedError as error:
             raise ModelError(
-                _FIELD, f"{self._path}: tensor {name} has quantization {tensor.quantization}, which is not known"
+                _FIELD,
+                f"{self._path}: tensor {name} has quantization {tensor.quantization}, which is not known",
             ) from error
         return np.ascontiguousarray(values, dtype=np.float32).reshape(tensor.shape)
 

@@ -56,7 +56,9 @@ def import_gguf(path: Path, folder: Path, progress: Callable[[str], None]) -> No
     config = make_config(gguf)
     names = {name: _hf_name(name) for name in gguf.tensors if name != ROPE_FACTORS}
     _write_json(folder / "config.json", config)
-    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+    generation: dict[str, Any] = {
+        key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config
+    }
     _write_json(folder / "generation_config.json", generation)
     progress(f"converting {path.name}: tokenizer")
     write_tokenizer(gguf, folder)
@@ -86,9 +88,7 @@ def _hf_name(name: str) -> str:
     return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{match[3]}"
 
 
-def _weight(
-    gguf: GGUFFile, name: str, config: dict[str, Any], *, permuted: bool
-) -> npt.NDArray[np.float32]:
+def _weight(gguf: GGUFFile, name: str, config: dict[str, Any], *, permuted: bool) -> npt.NDArray[np.float32]:
     values = gguf.load(name)
     if permuted and ".attn_q." in name:
         return _in_halves(values, config["num_attention_heads"])

@@ -81,7 +81,10 @@ def _byte_level(fields: dict[str, Any]) -> Tokenizer:
     if pre in _GPT2:
         steps = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
     elif pre in _DIGITS:
-        steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        steps = [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     elif pre in _SPLITS:
         split = pre_tokenizers.Split(Regex(_SPLITS[pre]), behavior="isolated")
         steps = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

@@ -54,7 +54,7 @@ def resolve_model(
 
 
 def served_name(name: str) -> str:
-    """Return what clients call the model ``name``: the alias or hub id itself, or the file's or folder's stem."""
+    """Return what clients call the model: the alias or hub id itself, or the file's or folder's stem."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path.resolve().name
@@ -91,19 +91,23 @@ def _downloaded(name: str, progress: Callable[[str], None]) -> Path:
         RepositoryNotFoundError,
     )
 
-    # The hub's HTTP library differs between its versions; its own errors derive from that library's base error.
-    transport_errors = [base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"]
+    # Versions of the hub's library differ in the HTTP library whose base error theirs derive from.
+    transport_errors: tuple[type[BaseException], ...] = tuple(
+        base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"
+    )
     progress(f"looking for {name} on the Hugging Face hub")
     way_out = "give --model a local folder, a .gguf file, or the alias " + EMBEDDED_NAME
     try:
         folder = Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
     except GatedRepoError as error:
-        raise ModelError(_FIELD, f"{name} is gated: log in with `hf auth login` and accept its terms") from error
+        raise ModelError(
+            _FIELD, f"{name} is gated: log in with `hf auth login` and accept its terms"
+        ) from error
     except RepositoryNotFoundError as error:
         raise ModelError(_FIELD, f"{name} is not on the Hugging Face hub; {way_out}") from error
     except HFValidationError as error:
         raise ModelError(_FIELD, f"{name} is neither a path nor a hub id; {way_out}") from error
-    except (LocalEntryNotFoundError, *transport_errors, OSError) as error:
+    except (LocalEntryNotFoundError, OSError, *transport_errors) as error:
         raise ModelError(
             _FIELD,
             f"{name} is no local path, and the Hugging Face hub cannot be reached"

@@ -1,0 +1,247 @@
+"""Text to token ids and back, with the ``tokenizer.json`` of a Hugging Face folder.
+
+Knows which tokens begin, end and control.  It gives the ids that ``transformers`` gives, with two
+deliberate differences: BOS is never put before a text that already begins with it, and bytes that are
+no UTF-8 never take their valid neighbours with them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, processors
+from tokenizers import Tokenizer as Backend
+
+from twinpool.core.errors import InvalidRequest, ModelError
+from twinpool.text.pieces import TextAssembler, TokenPieces
+from twinpool.text.rendered import RenderedChat, Segment
+
+_FIELD = "--model"
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """One model's tokenizer.
+
+    Attributes:
+        vocab_size: Every id that exists is below it, those of added tokens included.
+        special_ids: Ids that ``skip_special_tokens`` leaves out.
+        bos_id: Begins a text, or None.
+        eos_ids: Each of them ends an answer: all that config.json, generation_config.json and
+            tokenizer_config.json name.
+        special_tokens: Texts by the names that chat templates use, as ``bos_token``.
+        added_tokens: Texts that are one token wherever they stand, with whether they are special.
+    """
+
+    vocab_size: int
+    special_ids: frozenset[int]
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    special_tokens: Mapping[str, str]
+    added_tokens: Mapping[str, bool]
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        special_tokens: Mapping[str, str],
+        eos_ids: Iterable[int],
+        bos_id: int | None,
+    ) -> None:
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.bos_id = bos_id
+        self.eos_ids = tuple(sorted(set(eos_ids)))
+        self.special_tokens = special_tokens
+        self.added_tokens = {token.content: token.special for token in added.values()}
+        decoder = backend.decoder
+        self._pieces = TokenPieces(None if decoder is None else json.loads(decoder.__getstate__()))
+        self._piece_of: dict[int, bytes] = {}
+        self._newline_ids = self._ids("\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Read the tokenizer of the checkpoint in ``folder``.
+
+        Raises:
+            ModelError: There is no tokenizer.json, it is damaged, or its decoder is of an unknown kind.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(_FIELD, f"{folder} has no tokenizer.json")
+        settings = read_json(folder / "tokenizer_config.json")
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise ModelError(_FIELD, f"{path} cannot be read: {error}") from error
+        backend.no_truncation()
+        backend.no_padding()
+        special_tokens = _special_tokens(settings)
+        known = [text for text in special_tokens.values() if backend.token_to_id(text) is not None]
+        backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in known])
+        _set_bos_and_eos(backend, settings, special_tokens)
+        configs = [read_json(folder / name) for name in ("config.json", "generation_config.json")]
+        eos_ids = [token_id for config in configs for token_id in _as_ids(config.get("eos_token_id"))]
+        eos_ids += _as_ids(backend.token_to_id(special_tokens.get("eos_token", "")))
+        bos_ids = _as_ids(backend.token_to_id(special_tokens.get("bos_token", "")))
+        bos_ids += [token_id for config in configs for token_id in _as_ids(config.get("bos_token_id"))]
+        return cls(
+            backend, special_tokens=special_tokens, eos_ids=eos_ids, bos_id=bos_ids[0] if bos_ids else None
+        )
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the ids of ``text``; a control token that it spells is that token.
+
+        Args:
+            text: What a client sent as a prompt.
+            add_special_tokens: Add what the model expects around a text.  A BOS that the text itself
+                begins with is not added again.
+
+        Raises:
+            InvalidRequest: The text has an unpaired surrogate.
+        """
+        try:
+            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise InvalidRequest("prompt", "has a character that is no Unicode text") from error
+        ids: list[int] = encoding.ids
+        if ids[:2] == [self.bos_id, self.bos_id] and encoding.special_tokens_mask[:2] == [1, 0]:
+            return ids[1:]
+        return ids
+
+    def encode_chat(self, chat: RenderedChat) -> list[int]:
+        """Return the ids of a rendered chat; only the template's own control tokens are control tokens.
+
+        Source: ``encode_marked_chat`` in huggingface/transformers, utils/chat_template_utils.py.
+
+        Raises:
+            InvalidRequest: The text has an unpaired surrogate, or a control token cannot be spelled out.
+        """
+        first, *others = chat.segments
+        ids = self._plain_ids(first.text) if first.is_plain else self._chat_ids(first.text)
+        for segment in others:
+            ids += self._ids_inside(segment)
+        return ids
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool) -> str:
+        """Return the text of ``ids``; ids without a token add nothing."""
+        assembler = self.assembler()
+        text: list[str] = []
+        is_first = True
+        for token_id in ids:
+            piece = self.piece(token_id, is_first=is_first, skip_special_tokens=skip_special_tokens)
+            if piece is not None:
+                text.append(assembler.add(piece))
+                is_first = False
+        return "".join(text) + assembler.end()
+
+    def assembler(self) -> TextAssembler:
+        """Return what joins the pieces of one text."""
+        return TextAssembler(self._pieces)
+
+    def piece(self, token_id: int, *, is_first: bool, skip_special_tokens: bool) -> bytes | None:
+        """Return the bytes a token adds to a text, or None if it is not part of it."""
+        if skip_special_tokens and token_id in self.special_ids:
+            return None
+        known = self._piece_of.get(token_id)
+        if known is not None and not is_first:
+            return known
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+        if token is None:
+            return None
+        piece = self._pieces.piece(token, is_first=is_first)
+        if not is_first:
+            self._piece_of[token_id] = piece
+        return piece
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token by itself, a leading space kept; none for an id without a token."""
+        return self.piece(token_id, is_first=False, skip_special_tokens=False) or b""
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token by itself, with U+FFFD for bytes that are only part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _chat_ids(self, text: str) -> list[int]:
+        try:
+            return self._ids(text)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise InvalidRequest("messages", "have a character that is no Unicode text") from error
+
+    def _ids_inside(self, segment: Segment) -> list[int]:
+        """Encode after a newline, so that the tokenizer adds no space as it does where a text begins."""
+        encode = self._plain_ids if segment.is_plain else self._chat_ids
+        ids = encode("\n" + segment.text)
+        if ids[: len(self._newline_ids)] == self._newline_ids:
+            ids = ids[len(self._newline_ids) :]
+        else:
+            ids = encode(segment.text)
+        if segment.is_plain and self._backend.token_to_id(segment.text) in ids:
+            raise InvalidRequest("messages", f"{segment.text!r} is a control token and cannot be spelled out")
+        return ids
+
+    def _plain_ids(self, text: str) -> list[int]:
+        """Encode without looking for added tokens: the tokenizer's pipeline by hand."""
+        backend = self._backend
+        if backend.normalizer is not None:
+            text = backend.normalizer.normalize_str(text)
+        words = [text]
+        if backend.pre_tokenizer is not None:
+            words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+        return [token.id for word in words for token in backend.model.tokenize(word)]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a checkpoint; an absent file is an empty one.
+
+    Raises:
+        ModelError: It holds something else.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(_FIELD, f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(_FIELD, f"{path} holds no JSON object")
+    return content
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name in _NAMED:
+        token = settings.get(name)
+        if isinstance(token, Mapping):
+            token = token.get("content")
+        if isinstance(token, str):
+            tokens[name] = token
+    return tokens
+
+
+def _set_bos_and_eos(backend: Backend, settings: Mapping[str, Any], tokens: Mapping[str, str]) -> None:
+    """Follow ``add_bos_token`` and ``add_eos_token`` where the folder sets them, as transformers does."""
+    if not isinstance(settings.get("add_bos_token", settings.get("add_eos_token")), bool):
+        return
+    bos = tokens.get("bos_token") if settings.get("add_bos_token") else None
+    eos = tokens.get("eos_token") if settings.get("add_eos_token") else None
+    around = [token for token in (bos, eos) if token is not None and backend.token_to_id(token) is not None]
+    single = [token for token in (bos, "$A", eos) if token == "$A" or token in around]
+    backend.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=[(token, backend.token_to_id(token)) for token in set(around)]
+    )
+
+
+def _as_ids(value: object) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [item for item in values if isinstance(item, int) and not isinstance(item, bool) and item >= 0]
