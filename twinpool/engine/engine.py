@@ -1,0 +1,245 @@
+"""A worker's engine: plan, run, commit.
+
+It has no mode.  A sequence with a destination leaves after its prompt, one without stays and decodes,
+and one that was reserved gets its KV from elsewhere.  Driven from one thread; knows no torch, no
+thread and no asyncio.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from twinpool.core.clock import Clock
+from twinpool.core.errors import (
+    InternalError,
+    InvalidRequest,
+    PromptTooLong,
+    QueueFull,
+    RequestCancelled,
+    WorkerDraining,
+)
+from twinpool.core.ports import BlockCounts
+from twinpool.core.request import Request, TokenOutput
+from twinpool.engine.config import EngineConfig
+from twinpool.engine.plan import BatchPlan, ItemResult, LayerHook, Runner
+from twinpool.engine.policy import load_policy
+from twinpool.engine.scheduler import Scheduler, StepResult
+from twinpool.engine.sequence import SequenceState, SequenceStatus
+
+WrittenHook = Callable[[int, tuple[tuple[SequenceState, int], ...]], None]
+"""``(layer, ((sequence, num_tokens), ...))``: the KV of tokens ``[0, num_tokens)`` of ``layer`` is in the
+cache, for each sequence of the batch that has a destination.  Called in the thread that runs the step."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """What an engine must know of its model and its cache."""
+
+    num_blocks: int
+    max_model_tokens: int  # the model's context, prompt and answer together
+    vocab_size: int  # every token id is below
+    eos_ids: frozenset[int] = frozenset()  # the model's own end tokens
+
+
+class Engine:
+    """Runs the sequences of one worker, a batch a step.
+
+    Args:
+        runner: Computes a batch.
+        config: Sizes of steps and lines; names the policy.
+        limits: Of the model and the cache that the runner holds.
+        clock: Read at each step and each arrival.
+
+    Raises:
+        ConfigError: There is no such policy.
+    """
+
+    def __init__(self, runner: Runner, *, config: EngineConfig, limits: EngineLimits, clock: Clock) -> None:
+        self._runner = runner
+        self._config = config
+        self._limits = limits
+        self._clock = clock
+        self._scheduler = Scheduler(
+            config, load_policy(config.policy), num_blocks=limits.num_blocks, eos_ids=limits.eos_ids
+        )
+        self._num_arrivals = 0
+        self._is_draining = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence wants to be computed; it may still have to wait for blocks."""
+        return self._scheduler.has_work
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are not FINISHED."""
+        return self._scheduler.num_sequences
+
+    @property
+    def num_waiting(self) -> int:
+        return self._scheduler.num_waiting
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._scheduler.pool.num_free
+
+    @property
+    def sequences(self) -> tuple[SequenceState, ...]:
+        """All that are not FINISHED."""
+        return self._scheduler.sequences
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Totals since the start: steps, preemptions, tokens, ends by reason."""
+        return self._scheduler.counters
+
+    def counts(self) -> BlockCounts:
+        return self._scheduler.counts()
+
+    def submit(self, request: Request, *, has_destination: bool = False) -> SequenceState:
+        """Let a request wait for its first step.
+
+        With a destination it only needs room for its prompt here.  Its blocks are then never taken
+        away, and it holds them after its first token until ``drained``.
+
+        Raises:
+            InvalidRequest: It can never be run.
+            PromptTooLong: It can never fit.
+            QueueFull: Too many wait.
+            WorkerDraining: Nothing new is taken.
+        """
+        sequence = self._new_sequence(request, SequenceStatus.WAITING, has_destination)
+        if self._scheduler.num_waiting >= self._config.max_waiting:
+            raise QueueFull(f"{self._scheduler.num_waiting} sequences wait already")
+        self._scheduler.enqueue(sequence)
+        return sequence
+
+    def reserve(self, request: Request) -> SequenceState:
+        """Take room for the KV of a request whose prompt is computed elsewhere.
+
+        Raises:
+            InvalidRequest: It can never be run.
+            PromptTooLong: It can never fit.
+            NoFreeBlocks: Nothing was taken.
+            WorkerDraining: Nothing new is taken.
+        """
+        sequence = self._new_sequence(request, SequenceStatus.RECEIVING, has_destination=False)
+        self._scheduler.hold(sequence, now_s=sequence.arrived_s)
+        return sequence
+
+    def arrived(self, sequence: SequenceState, first: TokenOutput) -> None:
+        """Decode a reserved sequence whose KV is whole; ``first`` is the token that follows it.
+
+        Raises:
+            InvalidRequest: ``first`` does not follow the request, or nothing can follow it.
+            RequestCancelled: The reservation ended before.
+        """
+        if sequence.status is not SequenceStatus.RECEIVING:
+            raise RequestCancelled(f"the reservation is over, the sequence is {sequence.status}")
+        expected = sequence.num_output_tokens
+        if first.index != expected:
+            raise InvalidRequest("first", f"token {first.index} of the answer came, {expected} is next")
+        if first.finish is not None or expected + 1 >= sequence.request.sampling.max_tokens:
+            raise InvalidRequest("first", "no token can follow it")
+        if not 0 <= first.token_id < self._limits.vocab_size:
+            raise InvalidRequest("first", f"{first.token_id} is not in the vocabulary")
+        self._scheduler.start_decoding(sequence, first.token_id)
+
+    def abort(self, sequence: SequenceState) -> None:
+        """End a request; under a transfer its blocks stay until ``drained``.  Idempotent."""
+        if sequence.status in (SequenceStatus.DRAINING, SequenceStatus.FINISHED):
+            return
+        self._scheduler.counters["aborted"] += 1
+        self._scheduler.end(sequence)
+
+    def drained(self, sequence: SequenceState) -> None:
+        """Take the blocks back: no transfer of this sequence touches them any more.  Idempotent.
+
+        A sequence that still lives by its transfer (PREFILLING with a destination, RECEIVING) is aborted;
+        one that decodes here or still waits is left alone.
+        """
+        if sequence.status in (SequenceStatus.PREFILLING, SequenceStatus.RECEIVING):
+            if not sequence.is_under_transfer:
+                return
+            self.abort(sequence)
+        self._scheduler.drained(sequence)
+
+    def start_draining(self) -> None:
+        """Take nothing new from now on; what is here goes on."""
+        self._is_draining = True
+
+    def step(self, on_written: WrittenHook | None = None) -> StepResult:
+        """End what is over its deadline, then run one batch: plan, run, commit."""
+        now_s = self._clock.now_s()
+        expired = self._scheduler.expire(now_s)
+        plan = self._scheduler.plan(now_s)
+        if not plan.items:
+            return StepResult(failed=expired)
+        result = self._scheduler.commit(plan, self._run(plan, on_written))
+        self._scheduler.counters["steps"] += 1
+        return StepResult(outputs=result.outputs, failed=expired + result.failed, num_items=result.num_items)
+
+    def _run(self, plan: BatchPlan, on_written: WrittenHook | None) -> tuple[ItemResult, ...]:
+        try:
+            results = self._runner.run(plan, _layer_hook(plan, on_written))
+        except Exception as error:  # noqa: BLE001 - whatever broke, it ends this batch and not the worker
+            _log.exception("a step of %d sequences failed", len(plan.items))
+            message = f"the step failed: {type(error).__name__}"
+            results = tuple(ItemResult(error=InternalError(message)) for _ in plan.items)
+        return results
+
+    def _new_sequence(self, request: Request, status: SequenceStatus, has_destination: bool) -> SequenceState:
+        if self._is_draining:
+            raise WorkerDraining("this worker takes nothing new")
+        self._check(request, has_destination)
+        number = self._num_arrivals
+        self._num_arrivals += 1
+        return SequenceState(
+            number=number,
+            request=request,
+            arrived_s=self._clock.now_s(),
+            has_destination=has_destination,
+            status=status,
+        )
+
+    def _check(self, request: Request, has_destination: bool) -> None:
+        """Refuse at once what can never be run here."""
+        if not request.prompt_ids:
+            raise InvalidRequest("prompt", "it is empty")
+        ids = request.prompt_ids + request.output_ids
+        if min(ids) < 0 or max(ids) >= self._limits.vocab_size:
+            raise InvalidRequest("prompt", f"token ids are from 0 to {self._limits.vocab_size - 1}")
+        if any(not 0 <= token_id < self._limits.vocab_size for token_id, _ in request.sampling.logit_bias):
+            raise InvalidRequest("logit_bias", f"token ids are from 0 to {self._limits.vocab_size - 1}")
+        if len(request.output_ids) >= request.sampling.max_tokens:
+            raise InvalidRequest(
+                "max_tokens",
+                f"{len(request.output_ids)} tokens of {request.sampling.max_tokens} are there already",
+            )
+        # The last token chosen needs no KV, so one more than the pool holds can be served.
+        num_tokens = request.num_tokens if has_destination else request.max_total_tokens
+        limit = min(self._limits.max_model_tokens - 1, self._limits.num_blocks * self._config.block_tokens)
+        if num_tokens > limit:
+            raise PromptTooLong(needed_tokens=num_tokens + 1, limit_tokens=limit + 1)
+
+
+def _layer_hook(plan: BatchPlan, on_written: WrittenHook | None) -> LayerHook | None:
+    """Return what the runner is to call after each layer; None if nobody wants to know."""
+    if on_written is None:
+        return None
+    written = tuple(
+        (item.sequence, item.first_token + item.num_tokens)
+        for item in plan.items
+        if isinstance(item.sequence, SequenceState) and item.sequence.has_destination
+    )
+    if not written:
+        return None
+    return lambda layer: on_written(layer, written)

@@ -1,0 +1,124 @@
+"""One sequence in an engine: its request, its tokens, its blocks, and where it stands in its life.
+
+    submit  -> WAITING -> PREFILLING --(no destination)--> DECODING -> FINISHED
+                  ^           |  |                             |
+                  `-preempted-'  |                             `- preempted: back to WAITING
+                                 `--(destination)--> SENDING -> FINISHED
+                                                        `- aborted -> DRAINING -> FINISHED
+    reserve -> RECEIVING --(KV arrived)--> DECODING
+                   `- aborted, or lease over -> DRAINING -> FINISHED
+
+Knows nothing of other sequences; only the scheduler changes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from twinpool.core.request import Request, TokenLogprob
+
+
+class SequenceStatus(StrEnum):
+    """Where a sequence stands; who may touch its blocks follows from it."""
+
+    WAITING = "waiting"  # has no block
+    PREFILLING = "prefilling"  # has all blocks of its known tokens; with a destination they are read
+    SENDING = "sending"  # its token is out, a transfer still reads its blocks
+    RECEIVING = "receiving"  # a transfer writes its blocks
+    DECODING = "decoding"  # one token a step; the only status in which a sequence grows
+    DRAINING = "draining"  # over, but a transfer may still touch its blocks
+    FINISHED = "finished"  # has no block
+
+
+LEGAL_MOVES: Mapping[SequenceStatus, frozenset[SequenceStatus]] = {
+    SequenceStatus.WAITING: frozenset({SequenceStatus.PREFILLING, SequenceStatus.FINISHED}),
+    SequenceStatus.PREFILLING: frozenset(
+        {
+            SequenceStatus.DECODING,
+            SequenceStatus.SENDING,
+            SequenceStatus.WAITING,
+            SequenceStatus.DRAINING,
+            SequenceStatus.FINISHED,
+        }
+    ),
+    SequenceStatus.SENDING: frozenset({SequenceStatus.DRAINING, SequenceStatus.FINISHED}),
+    SequenceStatus.RECEIVING: frozenset({SequenceStatus.DECODING, SequenceStatus.DRAINING}),
+    SequenceStatus.DECODING: frozenset({SequenceStatus.WAITING, SequenceStatus.FINISHED}),
+    SequenceStatus.DRAINING: frozenset({SequenceStatus.FINISHED}),
+    SequenceStatus.FINISHED: frozenset(),
+}
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SequenceState:
+    """One sequence; satisfies ``plan.SequenceView`` for policies and runners.
+
+    Attributes:
+        number: Place in the order of arrival; unique in one engine and never used again.
+        token_ids: Prompt, then output so far; the last one of a decoding sequence has no KV yet.
+        blocks: Numbers of the blocks it owns, by token position.
+        prompt_logprobs: What the first output will carry; entry 0 is None.
+        has_emitted: An output of this attempt was given out.
+        blocked_since_s: When it was first refused a start for want of blocks.
+    """
+
+    number: int
+    request: Request
+    arrived_s: float
+    has_destination: bool = False
+    status: SequenceStatus = SequenceStatus.WAITING
+    token_ids: list[int] = field(init=False)
+    num_computed_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    has_emitted: bool = False
+    num_preemptions: int = 0
+    blocked_since_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = [*self.request.prompt_ids, *self.request.output_ids]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the answer so far, those of earlier attempts included."""
+        return len(self.token_ids) - len(self.request.prompt_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def deadline_s(self) -> float:
+        return self.arrived_s + self.request.timeout_s
+
+    @property
+    def num_start_tokens(self) -> int:
+        """Tokens it needs room for at its start: the known ones, and the next unless it decodes elsewhere."""
+        if self.has_destination:
+            return len(self.token_ids)
+        return min(len(self.token_ids) + 1, self.request.max_total_tokens)
+
+    @property
+    def is_under_transfer(self) -> bool:
+        """Whether a transfer may touch its blocks now."""
+        if self.status is SequenceStatus.PREFILLING:
+            return self.has_destination
+        return self.status in (SequenceStatus.SENDING, SequenceStatus.RECEIVING, SequenceStatus.DRAINING)
+
+    @property
+    def is_preemptible(self) -> bool:
+        """Whether its blocks can be taken away and computed again later."""
+        if self.status is SequenceStatus.PREFILLING:
+            return not self.has_destination
+        return self.status is SequenceStatus.DECODING
+
+    def move_to(self, status: SequenceStatus) -> None:
+        """Change the status; a move that is not in ``LEGAL_MOVES`` is a bug."""
+        assert status in LEGAL_MOVES[self.status], f"{self.status} -> {status} is no legal move"
+        self.status = status
