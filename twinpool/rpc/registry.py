@@ -77,8 +77,8 @@ class RegistryServer:
         self._server = grpc.aio.server(
             options=server_options(max_receive_bytes=MAX_JOIN_BYTES, max_send_bytes=MAX_JOIN_BYTES)
         )
-        servicer = _Registry(members, config or RegistryConfig())
-        registry_pb2_grpc.add_RegistryServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
+        self._registry = _Registry(members, config or RegistryConfig())
+        registry_pb2_grpc.add_RegistryServicer_to_server(self._registry, self._server)  # type: ignore[no-untyped-call]
         self._host = host
         self.port = bind(self._server, host, port)
 
@@ -94,6 +94,7 @@ class RegistryServer:
     async def stop(self) -> None:
         """Let every worker go; they try again until a router answers."""
         await self._server.stop(None)
+        self._registry.end_all("the router stops")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,6 +119,11 @@ class _Registry(registry_pb2_grpc.RegistryServicer):
                 await self._listen(life, context)
             finally:
                 self._end(life, "its stream ended")
+
+    def end_all(self, reason: str) -> None:
+        """Tell that every stay is over."""
+        for life in tuple(self._lives.values()):
+            self._end(life, reason)
 
     async def _read_info(self, context: Context) -> WorkerInfo:
         try:
