@@ -14,7 +14,6 @@ class HTTPConfig:
     host: str = "127.0.0.1"
     port: int = 8000  # 0 takes a free one
     api_key: str | None = None  # when set, every route but /health and /ready asks for it
-    request_timeout_s: float = 600.0  # from the arrival of a request to its last token
     max_body_bytes: int = 8 * 1024 * 1024
     max_header_bytes: int = 16 * 1024  # request line and all header lines together
     header_timeout_s: float = 10.0  # from the first byte of a request to the end of its headers
@@ -32,7 +31,7 @@ class HTTPConfig:
         for name in ("max_body_bytes", "max_header_bytes"):
             if getattr(self, name) < 1024:
                 raise ConfigError(f"http.{name}", f"{getattr(self, name)} is less than 1024")
-        for name in ("request_timeout_s", "header_timeout_s", "body_timeout_s", "keep_alive_s"):
+        for name in ("header_timeout_s", "body_timeout_s", "keep_alive_s"):
             if not 0.0 < getattr(self, name) < float("inf"):
                 raise ConfigError(
                     f"http.{name}", f"{getattr(self, name)} is not a positive number of seconds"

@@ -52,7 +52,7 @@ class Connection(H11Protocol):
         header_timeout_s: float,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.app = self._noting_streams(self.app)  # type: ignore[assignment,arg-type]
+        self.app = self._noting_streams(self.app)
         self._header_timeout_s = header_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
         self._watch_timer: asyncio.TimerHandle | None = None
@@ -80,9 +80,8 @@ class Connection(H11Protocol):
         self._is_peer_done = True
         if self.transport.is_closing():
             return False
-        if not self._is_answering() or self.scope["http_version"] == "1.0":
-            self.transport.close()
-        elif self.cycle.more_body:  # the request itself is cut: nobody can answer it
+        # A request that is cut in its body cannot be answered.
+        if not self._is_answering() or self.cycle.more_body or self.scope["http_version"] == "1.0":
             self.transport.close()
         return True
 
@@ -148,7 +147,7 @@ class Connection(H11Protocol):
         self._checks += 1
 
     def _is_reset(self) -> bool:
-        """Whether the peer answered a probe with a reset; nobody reads from the socket, so nobody else sees it."""
+        """Whether the peer answered a probe with a reset; while nobody reads, nobody else sees it."""
         peer: socket.socket = self.transport.get_extra_info("socket")
         return peer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in (errno.ECONNRESET, errno.EPIPE)
 

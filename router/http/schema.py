@@ -23,7 +23,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from twinpool.core.errors import InvalidRequest
 
@@ -38,6 +38,9 @@ MAX_MESSAGES = 2048
 MAX_TOOLS = 128
 MAX_NAME_CHARS = 256
 
+TEMPLATE_OWN = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
+)
 INTERNAL_PREFIXES = ("kv_", "bootstrap_", "do_remote_", "remote_", "disagg")
 INTERNAL_FIELDS = frozenset(
     {
@@ -61,7 +64,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "audio": ({},),
     "bad_words": ([],),
     "best_of": (1,),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "early_stopping": (False,),
     "ebnf": ("",),
@@ -165,10 +167,15 @@ def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     return tuple(biases.items())
 
 
-def _stop_token_ids(value: object) -> tuple[int, ...]:
+def _some_token_ids(value: object) -> tuple[int, ...]:
     ids = _token_ids(value)
     if ids is None:
         raise _problem("must be a list of token ids")
+    return ids
+
+
+def _stop_token_ids(value: object) -> tuple[int, ...]:
+    ids = _some_token_ids(value)
     if len(ids) > MAX_STOP_TOKENS:
         raise _problem(f"has more than {MAX_STOP_TOKENS} ids")
     return tuple(dict.fromkeys(ids))
@@ -178,6 +185,39 @@ def _top_k(value: object) -> int:
     if not _is_int(value) or not -1 <= value < 2**31:  # type: ignore[operator]
         raise _problem("must be a positive integer, or 0 or -1 for off")
     return max(0, value)  # type: ignore[call-overload,no-any-return]
+
+
+def _arguments(value: object) -> str | dict[str, object]:
+    if not isinstance(value, str | dict):
+        raise _problem("must be JSON in a string, or an object")
+    return value
+
+
+def _content(value: object) -> str | list[dict[str, object]]:
+    """Read text, or parts that are all text; ``refusal`` parts are text that an assistant wrote."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _problem("must be a string or a list of parts")
+    parts: list[dict[str, object]] = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "refusal"):
+            raise _problem("has a part that is no text; this server takes text only")
+        text = part.get(kind)
+        if not isinstance(text, str):
+            raise _problem("has a text part without text")
+        parts.append({"type": "text", "text": text})
+    return parts
+
+
+def _template_values(value: object) -> dict[str, object]:
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise _problem("must be an object")
+    for name in value:
+        if name in TEMPLATE_OWN or name.endswith("_token"):
+            raise _problem("sets a variable that is the server's own")
+    return dict(value)
 
 
 class _Body(BaseModel):
@@ -245,10 +285,10 @@ class CompletionBody(_Generation):
 
 
 class Function(_Body):
-    """A function that an earlier turn called, its arguments already parsed."""
+    """A function that an earlier turn called."""
 
     name: Annotated[str, Field(max_length=MAX_NAME_CHARS)]
-    arguments: Annotated[dict[str, object], BeforeValidator(lambda value: _arguments(value))] = {}
+    arguments: Annotated[str | dict[str, object], PlainValidator(_arguments)] = ""
 
 
 class ToolCall(_Body):
@@ -259,33 +299,6 @@ class ToolCall(_Body):
     function: Function
 
 
-def _arguments(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    try:
-        return from_json(value, allow_inf_nan=False) if value.strip() else {}
-    except ValueError:
-        raise _problem("is no JSON object") from None
-
-
-def _content(value: object) -> str | None:
-    """Join the text parts of a message; the parts stand on lines of their own."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise _problem("must be a string or a list of parts")
-    texts = []
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "refusal"):
-            raise _problem("has a part that is no text; this server takes text only")
-        text = part.get(kind)
-        if not isinstance(text, str):
-            raise _problem("has a text part without text")
-        texts.append(text)
-    return "\n".join(texts)
-
-
 class Message(_Body):
     """One turn of a conversation; ``developer`` is read as ``system``."""
 
@@ -293,7 +306,8 @@ class Message(_Body):
         Literal["system", "user", "assistant", "tool"],
         BeforeValidator(lambda value: "system" if value == "developer" else value),
     ]
-    content: Annotated[str | None, PlainValidator(_content)] = None
+    content: Annotated[str | list[dict[str, object]] | None, PlainValidator(_content)] = None
+    reasoning_content: str | None = None
     name: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=MAX_NAME_CHARS)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
@@ -326,6 +340,7 @@ class ConversationBody(_Body):
     tools: Annotated[tuple[dict[str, object], ...], PlainValidator(_tools)] = ()
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    chat_template_kwargs: Annotated[dict[str, object], PlainValidator(_template_values)] = {}
 
     @model_validator(mode="after")
     def _ends_in_one_way(self) -> ConversationBody:
@@ -373,13 +388,8 @@ class DetokenizeBody(_Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[tuple[int, ...], BeforeValidator(lambda value: _ids_or_value(value))]
+    tokens: Annotated[tuple[int, ...], PlainValidator(_some_token_ids)]
     skip_special_tokens: bool = False
-
-
-def _ids_or_value(value: object) -> object:
-    ids = _token_ids(value)
-    return value if ids is None else ids
 
 
 BodyT = TypeVar("BodyT", bound=_Body)

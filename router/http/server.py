@@ -95,7 +95,7 @@ class _Server(uvicorn.Server):
         self.is_up.set()
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Iterator[None]:
         """Leave the process's signals alone."""
         yield
 

@@ -1,0 +1,87 @@
+"""What operators and tools ask: workers, books, one request, metrics, readiness, version."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, Response
+
+from router.http.errors import NotFound
+from router.metrics import CONTENT_TYPE
+from router.router import Router
+from router.workers import WorkerHandle
+
+
+class AdminRoutes:
+    """Endpoints that look at a router and change nothing.
+
+    Args:
+        router: What is looked at.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def health(self, _: HTTPRequest) -> Response:
+        """Say that the process lives."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, _: HTTPRequest) -> Response:
+        """Say whether a request can be answered now, and if not, why."""
+        if self._router.is_ready:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "not ready", "reasons": self._reasons()}, status_code=503)
+
+    async def metrics(self, _: HTTPRequest) -> Response:
+        """Return everything in Prometheus' text format."""
+        return Response(self._router.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def version(self, _: HTTPRequest) -> Response:
+        """Return the version of this software."""
+        return JSONResponse({"version": version("twinpool")})
+
+    async def workers(self, _: HTTPRequest) -> Response:
+        """List the members of the pool."""
+        return JSONResponse([_describe(handle) for handle in self._router.pool.handles])
+
+    async def audit(self, _: HTTPRequest) -> Response:
+        """Ask every worker for its books."""
+        return JSONResponse(await self._router.audit())
+
+    async def request(self, request: HTTPRequest) -> Response:
+        """Return what happened to one request, by the id that its client was given."""
+        found = self._router.log.get(request.path_params["id"])
+        if found is None:
+            raise NotFound("no such request, or one that is no longer remembered")
+        return Response(json.dumps(found), media_type="application/json")
+
+    def _reasons(self) -> list[str]:
+        handles = self._router.pool.handles
+        if not handles:
+            return ["no worker has joined"]
+        states = [
+            f"{handle.info.role.value} worker {handle.worker_id} is {handle.state.value}"
+            for handle in handles
+        ]
+        roles = {handle.info.role.value for handle in handles}
+        missing = [f"there is no {role} worker" for role in ("prefill", "decode") if role not in roles]
+        return states + missing
+
+
+def _describe(handle: WorkerHandle) -> dict[str, object]:
+    info, load = handle.info, handle.load
+    return {
+        "id": info.worker_id,
+        "role": info.role.value,
+        "state": handle.state.value,
+        "pid": info.pid,
+        "host": info.host,
+        "address": info.address,
+        "generation": info.generation,
+        "model": info.model,
+        "transports": [endpoint.transport for endpoint in info.endpoints],
+        "running": 0 if load is None else load.running,
+        "queued": 0 if load is None else load.queued,
+    }

@@ -1,0 +1,139 @@
+"""The outermost layer: what holds for every request, whatever its path.
+
+In this order: size of the headers, an id, the API key.  Every route but the open ones asks for the key,
+unknown paths too.  No error of one request goes further than here, and what a client wrote never gets
+into the log.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import traceback
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router.http.config import HTTPConfig
+from router.http.errors import (
+    HeadersTooLarge,
+    Unauthorized,
+    error_bytes,
+    error_headers,
+    verdict_of,
+)
+from twinpool.core.errors import InternalError, ServingError
+
+ID_HEADER = b"x-request-id"
+OPEN_PATHS = frozenset({"/health", "/ready"})
+
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+class Edge:
+    """Wraps the application.
+
+    Args:
+        app: Everything else.
+        config: The key and the limits.
+    """
+
+    def __init__(self, app: ASGIApp, config: HTTPConfig) -> None:
+        self._app = app
+        self._config = config
+        self._log = logging.getLogger("twinpool.http")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise InternalError(f"no {scope['type']} here")
+        request_id = _client_id(scope) or f"req-{uuid.uuid4().hex}"
+        scope["twinpool.request_id"] = request_id
+        scope["path"] = scope["path"].rstrip("/") or "/"
+        reply = _Reply(scope, receive, send, request_id)
+        try:
+            self._check(scope)
+            await self._app(scope, reply.receive, reply.send)
+        except ServingError as error:
+            await reply.fail(error)
+        except Exception as error:  # noqa: BLE001 - the end of the request; the server goes on
+            self._log.error("request %s failed: %s", request_id, _where(error))
+            await reply.fail(InternalError("a bug"))
+
+    def _check(self, scope: Scope) -> None:
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+        if size > self._config.max_header_bytes:
+            raise HeadersTooLarge(f"the headers have more than {self._config.max_header_bytes} bytes")
+        key = self._config.api_key
+        if key is not None and scope["path"] not in OPEN_PATHS and not _has_key(scope, key):
+            raise Unauthorized("a valid API key is needed, as in: Authorization: Bearer KEY")
+
+
+def request_id_of(scope: Scope) -> str:
+    """Return the id that the client of this request sees."""
+    request_id: str = scope["twinpool.request_id"]
+    return request_id
+
+
+class _Reply:
+    """What was sent of the answer to one request."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+        self._receive = receive
+        self._send = send
+        self._request_id = request_id
+        self._is_started = False
+        # Whether the client would take the next request's bytes for a body it was never asked to send.
+        self._must_close = any(name == b"expect" for name, _ in scope["headers"])
+
+    async def receive(self) -> Message:
+        self._must_close = False
+        return await self._receive()
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._is_started = True
+            headers = list(message.get("headers", []))
+            headers.append((ID_HEADER, self._request_id.encode()))
+            if self._must_close:
+                headers.append((b"connection", b"close"))
+            message = {**message, "headers": headers}
+        await self._send(message)
+
+    async def fail(self, error: ServingError) -> None:
+        """Answer with ``error``; once an answer has begun it stays cut, which clients see."""
+        if self._is_started:
+            return
+        body = error_bytes(error)
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            **error_headers(error),
+        }
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await self.send(
+            {"type": "http.response.start", "status": verdict_of(error).status, "headers": encoded}
+        )
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _client_id(scope: Scope) -> str | None:
+    for name, value in scope["headers"]:
+        if name == ID_HEADER:
+            text: str = value.decode("latin-1")
+            return text if _CLIENT_ID.fullmatch(text) else None
+    return None
+
+
+def _has_key(scope: Scope, key: str) -> bool:
+    sent = [value for name, value in scope["headers"] if name == b"authorization"]
+    return len(sent) == 1 and hmac.compare_digest(sent[0], f"Bearer {key}".encode())
+
+
+def _where(error: Exception) -> str:
+    """Return the class of an error and where it was raised; its message may hold what a client wrote."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return " < ".join(
+        [type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in reversed(frames))]
+    )
