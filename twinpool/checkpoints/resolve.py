@@ -92,9 +92,8 @@ def _downloaded(name: str, progress: Callable[[str], None]) -> Path:
     )
 
     # Versions of the hub's library differ in the HTTP library whose base error theirs derive from.
-    transport_errors: tuple[type[BaseException], ...] = tuple(
-        base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"
-    )
+    http_errors = (base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
+    unreachable: tuple[type[BaseException], ...] = (LocalEntryNotFoundError, OSError, *http_errors)
     progress(f"looking for {name} on the Hugging Face hub")
     way_out = "give --model a local folder, a .gguf file, or the alias " + EMBEDDED_NAME
     try:
@@ -107,7 +106,7 @@ def _downloaded(name: str, progress: Callable[[str], None]) -> Path:
         raise ModelError(_FIELD, f"{name} is not on the Hugging Face hub; {way_out}") from error
     except HFValidationError as error:
         raise ModelError(_FIELD, f"{name} is neither a path nor a hub id; {way_out}") from error
-    except (LocalEntryNotFoundError, OSError, *transport_errors) as error:
+    except unreachable as error:
         raise ModelError(
             _FIELD,
             f"{name} is no local path, and the Hugging Face hub cannot be reached"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from twinpool.core.errors import InvalidRequest, ModelError
@@ -85,7 +85,6 @@ class Tokenizer:
         special_tokens = _special_tokens(settings)
         known = [text for text in special_tokens.values() if backend.token_to_id(text) is not None]
         backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in known])
-        _set_bos_and_eos(backend, settings, special_tokens)
         configs = [read_json(folder / name) for name in ("config.json", "generation_config.json")]
         eos_ids = [token_id for config in configs for token_id in _as_ids(config.get("eos_token_id"))]
         eos_ids += _as_ids(backend.token_to_id(special_tokens.get("eos_token", "")))
@@ -227,19 +226,6 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(token, str):
             tokens[name] = token
     return tokens
-
-
-def _set_bos_and_eos(backend: Backend, settings: Mapping[str, Any], tokens: Mapping[str, str]) -> None:
-    """Follow ``add_bos_token`` and ``add_eos_token`` where the folder sets them, as transformers does."""
-    if not isinstance(settings.get("add_bos_token", settings.get("add_eos_token")), bool):
-        return
-    bos = tokens.get("bos_token") if settings.get("add_bos_token") else None
-    eos = tokens.get("eos_token") if settings.get("add_eos_token") else None
-    around = [token for token in (bos, eos) if token is not None and backend.token_to_id(token) is not None]
-    single = [token for token in (bos, "$A", eos) if token == "$A" or token in around]
-    backend.post_processor = processors.TemplateProcessing(
-        single=single, special_tokens=[(token, backend.token_to_id(token)) for token in set(around)]
-    )
 
 
 def _as_ids(value: object) -> list[int]:
