@@ -220,7 +220,8 @@ def _random_weights(config: Mapping[str, object], rng: np.random.Generator) -> d
 
     family = config["model_type"]
     model, inner, vocab = number("hidden_size"), number("intermediate_size"), number("vocab_size")
-    heads, kv_heads = number("num_attention_heads"), number("num_key_value_heads")
+    heads = number("num_attention_heads")
+    kv_heads = number("num_key_value_heads") if config["num_key_value_heads"] else heads
     head_dim = number("head_dim") if "head_dim" in config else model // heads
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
