@@ -17,7 +17,7 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.frame import Frame
 from kv_transfer.receiver import KVReceiver
 from tests.kv_transfer.numpy_store import NumpyStore
-from tests.kv_transfer.workers import frames_of
+from tests.kv_transfer.workers import frames_of, sealed
 from tests.toys import layout
 from twinpool.core.clock import ManualClock
 from twinpool.core.errors import TransferDamaged, TransferError, TransferRefused
@@ -69,7 +69,15 @@ class Schedule:
         events = (
             [self.expect] * 4
             + [self.frame] * 16
-            + [self.damaged_frame, self.outdated_frame, self.cancel, self.commit, self.broken] * 2
+            + [
+                self.damaged_frame,
+                self.foreign_frame,
+                self.outdated_frame,
+                self.cancel,
+                self.commit,
+                self.broken,
+            ]
+            * 2
             + [self.wait_a_little] * 3
             + [self.sweep, self.restart]
         )
@@ -128,7 +136,11 @@ class Schedule:
             timeout_s=TIMEOUT_S,
         )
         source = self.rng.choice(SOURCES)
-        frames = frames_of(source, ticket, range(NUM_BLOCKS), frame_tokens=self.rng.randint(1, 4))
+        frames = [
+            frame
+            for frame_tokens in self.rng.sample(range(1, 5), k=2)
+            for frame in frames_of(source, ticket, range(NUM_BLOCKS), frame_tokens=frame_tokens)
+        ]
         now_s = self.clock.now_s()
         self.transfers.append(Transfer(ticket, blocks, source, frames, now_s, now_s))
 
@@ -181,6 +193,17 @@ class Schedule:
         )
         with pytest.raises((TransferDamaged, TransferRefused)):
             self.receiver.accept(replace(frame, **change))
+
+    def foreign_frame(self) -> None:
+        """A frame with a true checksum for tokens that are not the transfer's to write."""
+        transfer = self.any_transfer()
+        if transfer is None:
+            return
+        token = self.rng.choice([transfer.ticket.cached_tokens - 1, transfer.ticket.num_tokens])
+        if token >= 0:
+            payload = memoryview(bytes(LAYOUT.layer_token_bytes))
+            with pytest.raises((TransferDamaged, TransferRefused)):
+                self.receiver.accept(sealed(transfer.ticket, 0, token, 1, payload))
 
     def outdated_frame(self) -> None:
         """A frame that was true in another life of the worker."""
