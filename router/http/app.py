@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request as HTTPRequest
-from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.routing import Router as StarletteRouter
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.http.admin import AdminRoutes
 from router.http.chat import ChatShape
 from router.http.completions import CompletionShape
 from router.http.config import HTTPConfig
 from router.http.edge import Edge
-from router.http.errors import MethodNotAllowed, NotFound, error_body, verdict_of
+from router.http.errors import MethodNotAllowed, NotFound
 from router.http.generate import GenerationEndpoint
 from router.http.model import ServedModel
 from router.http.models import ModelRoutes
@@ -24,7 +23,6 @@ from router.http.prepare import Job, Preparer
 from router.http.schema import ChatBody, CompletionBody, validate
 from router.http.tokenize import TokenizeRoutes
 from router.router import Router
-from twinpool.core.errors import ServingError
 
 
 def create_app(
@@ -62,9 +60,7 @@ def create_app(
         Route("/admin/audit", admin.audit, methods=["GET"]),
         Route("/admin/requests/{id:path}", admin.request, methods=["GET"]),
     ]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _answer_refusal})
-    app.router.redirect_slashes = False
-    return Edge(app, config)
+    return Edge(_Routes(routes), config)
 
 
 def _completions(
@@ -93,14 +89,23 @@ def _chat(router: Router, model: ServedModel, config: HTTPConfig, preparer: Prep
     return GenerationEndpoint(router, model.tokenizer, config, prepare=prepare, make_shape=make_shape)
 
 
-async def _answer_refusal(_: HTTPRequest, refusal: Exception) -> Response:
-    """Turn the framework's own refusals into the API's shape."""
-    assert isinstance(refusal, HTTPException), "registered for nothing else"
-    error: ServingError
-    if refusal.status_code == 405:
-        error = MethodNotAllowed("this path takes other methods; see the allow header")
-    else:
-        error = NotFound("nothing lives at this path")
-    return JSONResponse(
-        error_body(error), status_code=verdict_of(error).status, headers=dict(refusal.headers or {})
-    )
+class _Routes:
+    """Starlette's router, its own refusals turned into errors of the one table.
+
+    Args:
+        routes: All of them.
+    """
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._router = StarletteRouter(routes, redirect_slashes=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = (
+            self  # with an app in the scope, the router raises its refusals and does not answer them
+        )
+        try:
+            await self._router(scope, receive, send)
+        except HTTPException as refusal:
+            if refusal.status_code == 405:
+                raise MethodNotAllowed(allowed=(refusal.headers or {}).get("Allow", "")) from None
+            raise NotFound("nothing lives at this path") from None

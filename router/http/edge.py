@@ -12,6 +12,7 @@ import logging
 import re
 import traceback
 import uuid
+from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,8 +25,10 @@ from router.http.errors import (
     verdict_of,
 )
 from twinpool.core.errors import InternalError, ServingError
+from twinpool.core.timeline import RequestTimeline
 
 ID_HEADER = b"x-request-id"
+PATH_HEADER = b"x-twinpool-path"
 OPEN_PATHS = frozenset({"/health", "/ready"})
 
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
@@ -76,6 +79,11 @@ def request_id_of(scope: Scope) -> str:
     return request_id
 
 
+def set_timelines(scope: Scope, timelines: Sequence[RequestTimeline]) -> None:
+    """Tell whose way through the workers the answer's headers shall name."""
+    scope["twinpool.timelines"] = timelines
+
+
 class _Reply:
     """What was sent of the answer to one request."""
 
@@ -83,6 +91,7 @@ class _Reply:
         self._receive = receive
         self._send = send
         self._request_id = request_id
+        self._scope = scope
         self._is_started = False
         # Whether the client would take the next request's bytes for a body it was never asked to send.
         self._must_close = any(name == b"expect" for name, _ in scope["headers"])
@@ -96,6 +105,8 @@ class _Reply:
             self._is_started = True
             headers = list(message.get("headers", []))
             headers.append((ID_HEADER, self._request_id.encode()))
+            if (path := _path_of(self._scope)) is not None:
+                headers.append((PATH_HEADER, path.encode()))
             if self._must_close:
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
@@ -116,6 +127,11 @@ class _Reply:
             {"type": "http.response.start", "status": verdict_of(error).status, "headers": encoded}
         )
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _path_of(scope: Scope) -> str | None:
+    timelines: Sequence[RequestTimeline] = scope.get("twinpool.timelines", ())
+    return next((timeline.path for timeline in timelines if timeline.path is not None), None)
 
 
 def _client_id(scope: Scope) -> str | None:

@@ -68,7 +68,15 @@ class NotFound(HTTPRefusal):
 
 
 class MethodNotAllowed(HTTPRefusal):
-    """The path exists for other methods."""
+    """The path exists for other methods.
+
+    Args:
+        allowed: Those methods, as the header spells them.
+    """
+
+    def __init__(self, *, allowed: str) -> None:
+        super().__init__(f"this path takes {allowed}")
+        self.allowed = allowed
 
 
 class BodyTimeout(HTTPRefusal):
@@ -153,6 +161,8 @@ def error_headers(error: ServingError) -> dict[str, str]:
     """Return the headers that go with ``error``."""
     if isinstance(error, Unauthorized):
         return {"www-authenticate": "Bearer"}
+    if isinstance(error, MethodNotAllowed):
+        return {"allow": error.allowed}
     if isinstance(error, Unavailable):
         return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
     return {}

@@ -18,14 +18,13 @@ from router.http.assemble import AnswerAssembler, Delta
 from router.http.body import read_object
 from router.http.clients import merged, while_connected
 from router.http.config import HTTPConfig
-from router.http.edge import request_id_of
+from router.http.edge import request_id_of, set_timelines
 from router.http.errors import error_body
 from router.http.prepare import Choice, Job
 from router.router import Router
 from twinpool.core.errors import InternalError, RequestCancelled, ServingError
 from twinpool.text.tokenizer import Tokenizer
 
-PATH_HEADER = b"x-twinpool-path"
 Prepare = Callable[[dict[str, object], str], Awaitable[Job]]  # of a raw body and the client's request id
 MakeShape = Callable[[Job], Shape]
 
@@ -59,6 +58,7 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         raw = await read_object(scope, receive, self._config)
         job = await self._prepare(raw, request_id_of(scope))
+        set_timelines(scope, [choice.timeline for choice in job.choices])
         reply = _Reply(job, self._make_shape(job), send)
         work = self._stream(job, reply) if job.is_stream else self._collect(job, reply)
         await while_connected(receive, work)
@@ -155,9 +155,6 @@ class _Reply:
     async def _start(self, content_type: bytes, *, length: int | None) -> None:
         self.is_started = True
         headers = [(b"content-type", content_type)]
-        path = self._job.choices[0].timeline.path
-        if path is not None:
-            headers.append((PATH_HEADER, path.encode()))
         if length is None:
             headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         else:
