@@ -31,6 +31,7 @@ class RouterConfig:
     queue_timeout_s: float = 30.0  # longest wait for room or for a lost worker's successor
     overtake_s: float = 5.0  # a request that waited longer is not overtaken by smaller ones
     release_timeout_s: float = 5.0  # after it, a ticket is left to its lease
+    release_wait_s: float = 1.0  # longest time that the end of an answer waits for its release
     audit_timeout_s: float = 2.0
     heartbeat_s: float = 0.5  # how often a worker is asked to speak
     lost_after_s: float = 3.0  # silence after which a worker is frozen and its requests go elsewhere

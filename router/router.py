@@ -310,12 +310,14 @@ class Router:
     async def _held(self, claim: Claim, timeline: RequestTimeline) -> AsyncIterator[None]:
         """Give back what ``claim`` holds, however the block ends.
 
-        The giving back is a task of its own: a second cancellation ends the wait for it, not it.
+        The giving back is a task of its own: a second cancellation, or a worker that does not
+        answer, ends the client's wait for it and not the giving back.
         """
         try:
             yield
         finally:
-            await asyncio.shield(self._tasks.spawn(self._give_back(claim, timeline)))
+            giving_back = self._tasks.spawn(self._give_back(claim, timeline))
+            await asyncio.wait({giving_back}, timeout=self.config.release_wait_s)
 
     async def _give_back(self, claim: Claim, timeline: RequestTimeline) -> None:
         """Release the ticket, also one whose answer is still on its way, and close the books."""

@@ -337,15 +337,21 @@ def test_a_second_cancellation_does_not_stop_the_release() -> None:
     async def main() -> None:
         async with running(disaggregated()) as world:
             decode = world.workers["decode-0"]
-            released = asyncio.Event()
-            decode.hooks["token"] = decode.stall
-            decode.hooks["release"] = lambda: _wait(released)
+            decoding, releasing, released = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+            async def decode_for_ever() -> None:
+                decoding.set()
+                await decode.stall()
+
+            async def release_slowly() -> None:
+                releasing.set()
+                await released.wait()
+
+            decode.hooks |= {"token": decode_for_ever, "release": release_slowly}
             asking = asyncio.create_task(world.ask(request(PROMPT)))
-            while "token" not in decode.calls:
-                await asyncio.sleep(0)
+            await decoding.wait()
             asking.cancel()
-            while "release" not in decode.calls:
-                await asyncio.sleep(0)
+            await releasing.wait()
             asking.cancel()
             await asyncio.wait({asking})
             assert len(decode.reservations) == 1
@@ -358,10 +364,14 @@ def test_a_second_cancellation_does_not_stop_the_release() -> None:
 
 def test_a_release_that_is_never_answered_does_not_hold_the_client() -> None:
     async def main() -> None:
-        async with running(disaggregated(fast_config(release_timeout_s=0.05))) as world:
+        async with running(disaggregated(fast_config(release_wait_s=0.05))) as world:
             decode = world.workers["decode-0"]
             decode.hooks["release"] = decode.stall
+            started = world.clock.now_s()
             assert await world.ask(request(PROMPT)) == answer(request(PROMPT))
+            assert world.clock.now_s() - started < world.config.release_timeout_s
+            assert [handle.in_flight for handle in world.pool.handles] == [0, 1]
+            assert await world.router.drain(timeout_s=5.0)
             assert [handle.in_flight for handle in world.pool.handles] == [0, 0]
 
     asyncio.run(main())
