@@ -41,7 +41,7 @@ def test_the_policies_are_the_files_of_the_folder() -> None:
 
 
 def test_an_unknown_policy_is_a_config_error_that_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="^engine.policy: fifo is none of decode_first, prefill_first$"):
+    with pytest.raises(ConfigError, match=r"^engine\.policy: fifo is none of decode_first, prefill_first$"):
         load_policy("fifo")
 
 

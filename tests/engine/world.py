@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.engine.fake_runner import VOCAB_SIZE, FakeRunner, expected_output, next_token
 from twinpool.core.clock import ManualClock
-from twinpool.core.errors import ServingError
+from twinpool.core.errors import DeadlineExceeded, ServingError
 from twinpool.core.request import Request, TokenOutput
 from twinpool.engine.config import EngineConfig
 from twinpool.engine.engine import Engine, EngineLimits
@@ -144,6 +144,7 @@ class World:
             if sequence.has_destination:
                 life.transfer_blocks = list(sequence.blocks)
         for sequence, error in result.failed:
+            assert isinstance(error, DeadlineExceeded), f"a step failed: {error}"
             life = by_sequence[sequence]
             if life.ends != ["sent"]:  # one that was sent may still be late
                 life.ends.append(type(error).__name__)
