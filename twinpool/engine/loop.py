@@ -56,7 +56,7 @@ class Generation:
         self.blocks: tuple[int, ...] = ()
         self._abandon = abandon
         self._on_written = on_written
-        self._early_writes: list[tuple[int, int]] | None = []  # None once the caller holds the generation
+        self._early: list[Callable[[], None]] | None = []  # None once the caller holds the generation
         self._events: asyncio.Queue[TokenOutput | ServingError] = asyncio.Queue()
         self._is_over = False  # nothing comes after what is in the queue
 
@@ -83,31 +83,30 @@ class Generation:
 
     def put(self, event: TokenOutput | ServingError) -> None:
         """Give the consumer an event; what comes after an end is dropped."""
-        if self._is_over:
-            return
-        self._is_over = isinstance(event, ServingError) or event.finish is not None
-        self._events.put_nowait(event)
+        if self._early is not None:
+            self._early.append(lambda: self.put(event))
+        elif not self._is_over:
+            self._is_over = isinstance(event, ServingError) or event.finish is not None
+            self._events.put_nowait(event)
 
     def write(self, layer: int, num_tokens: int, blocks: tuple[int, ...]) -> None:
-        """Pass a write on, or keep it until ``hand_over``."""
-        self.blocks = blocks
-        if self._early_writes is not None:
-            self._early_writes.append((layer, num_tokens))
-            return
-        if self._is_over or self._on_written is None:
-            return
-        try:
-            self._on_written(layer, num_tokens)
-        except Exception as error:  # noqa: BLE001 - a broken listener ends its own sequence only
-            _log.exception("on_written of %s failed", self.request.request_id)
-            self.put(InternalError(f"on_written failed: {type(error).__name__}"))
-            self._abandon(self)
+        """Tell the listener what was written; after an end it is not told."""
+        if self._early is not None:
+            self._early.append(lambda: self.write(layer, num_tokens, blocks))
+        elif self._on_written is not None and not self._is_over:
+            self.blocks = blocks
+            try:
+                self._on_written(layer, num_tokens)
+            except Exception as error:  # noqa: BLE001 - a broken listener ends its own sequence only
+                _log.exception("on_written of %s failed", self.request.request_id)
+                self.put(InternalError(f"on_written failed: {type(error).__name__}"))
+                self._abandon(self)
 
     def hand_over(self) -> None:
-        """Pass on what was written before the caller held the generation, and each write from now on."""
-        writes, self._early_writes = self._early_writes or [], None
-        for layer, num_tokens in writes:
-            self.write(layer, num_tokens, self.blocks)
+        """Pass on what came before the caller held the generation, and everything from now on."""
+        early, self._early = self._early or [], None
+        for event in early:
+            event()
 
 
 class EngineLoop:
