@@ -33,7 +33,7 @@ class Claim:
         self.decode = decode
         # Set when a ticket is asked for.  A task of its own: if the attempt is cancelled between
         # the worker's answer and its arrival here, the ticket is still known and released.
-        self.reserving: asyncio.Task[KVTicket] | None = None
+        self.reserving: asyncio.Future[KVTicket] | None = None
         self.reserved_s = 0.0  # on the request's timeline
         self.asked: tuple[WorkerHandle, ...] = ()  # who is to blame if the current wait fails
         self._num_tokens = request.num_tokens + 1

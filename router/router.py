@@ -20,7 +20,6 @@ from router.guard import Deadline, Guard, guarded_stream
 from router.log import RequestLog
 from router.metrics import RouterMetrics
 from router.policy import RoutingPolicy, load_policy
-from router.tasks import TaskSet
 from router.tries import REFUSALS, Tries
 from router.workers import WorkerHandle, WorkerPool
 from twinpool.core.clock import Clock
@@ -34,6 +33,7 @@ from twinpool.core.errors import (
     WorkerLost,
 )
 from twinpool.core.request import Request, TokenOutput
+from twinpool.core.tasks import OwnedTasks
 from twinpool.core.ticket import KVTicket, TransferReport
 from twinpool.core.timeline import RequestTimeline
 
@@ -62,7 +62,7 @@ class Router:
         self._admission: Admission[Claim] = Admission(
             max_queued=config.max_queued, overtake_s=config.overtake_s, clock=clock
         )
-        self._tasks = TaskSet("router")
+        self._tasks = OwnedTasks()
         self._num_open = 0
         self._all_ended = asyncio.Event()
         self._all_ended.set()
@@ -145,9 +145,10 @@ class Router:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._all_ended.wait()
+                await self._tasks.wait()
         except TimeoutError:
             return False
-        return await self._tasks.wait(timeout_s=self.config.release_timeout_s)
+        return True
 
     async def close(self) -> None:
         """Drop what is still to be released; leases end it."""
@@ -234,7 +235,7 @@ class Router:
         claim.asked = (decode,)
         with journey.timeline.span("reserve") as span, journey.guard(decode):
             reserving = decode.ports.decode.reserve(journey.hand_over(request))
-            claim.reserving = self._tasks.spawn(reserving)
+            claim.reserving = asyncio.ensure_future(reserving)
             ticket = await asyncio.shield(claim.reserving)
         # The worker's clock starts somewhere between the question and the answer.
         claim.reserved_s = (span.start_s + journey.timeline.now_s()) / 2
@@ -316,7 +317,7 @@ class Router:
         try:
             yield
         finally:
-            giving_back = self._tasks.spawn(self._give_back(claim, timeline))
+            giving_back = self._tasks.start(self._give_back(claim, timeline))
             await asyncio.wait({giving_back}, timeout=self.config.release_wait_s)
 
     async def _give_back(self, claim: Claim, timeline: RequestTimeline) -> None:

@@ -9,6 +9,7 @@ from router.workers import WorkerHandle
 from twinpool.core.errors import (
     NoFreeBlocks,
     QueueFull,
+    RequestCancelled,
     ServingError,
     TransferError,
     WorkerDraining,
@@ -43,9 +44,14 @@ class Tries:
     def failed(self, error: ServingError, claim: Claim) -> None:
         """Write down that an attempt ended with ``error``.
 
+        A worker that says "cancelled" to a router that waits has given the request up, as one does
+        that stops: for the answer it is lost.
+
         Raises:
-            ServingError: ``error`` itself, if there must not be another attempt.
+            ServingError: ``error``, if there must not be another attempt.
         """
+        if isinstance(error, RequestCancelled):
+            error = WorkerLost(claim.asked[0].worker_id, f"it gave the request up: {error}")
         if not error.retryable:
             raise error
         if isinstance(error, REFUSALS):

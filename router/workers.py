@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Protocol
@@ -16,11 +17,13 @@ from typing import Protocol
 from router.config import Fallback, RouterConfig
 from router.guard import Guard
 from router.policy import Snapshot, WorkerView
-from router.tasks import TaskSet
 from twinpool.core.clock import Clock
-from twinpool.core.errors import LayoutMismatch, ServingError, WorkerLost
+from twinpool.core.errors import ConfigError, LayoutMismatch, WorkerLost
 from twinpool.core.layout import KVLayout
 from twinpool.core.ports import DecodePort, PrefillPort, Role, WorkerInfo, WorkerLoad, WorkerPort
+from twinpool.core.tasks import OwnedTasks
+
+DISCONNECT_TIMEOUT_S = 2.0  # for closing connections when the router stops
 
 
 class WorkerState(StrEnum):
@@ -207,7 +210,8 @@ class WorkerPool:
         self._connect = connect
         self._handles: dict[str, WorkerHandle] = {}
         self._listeners: list[Listener] = []
-        self._tasks = TaskSet("worker pool")
+        self._sweeping = OwnedTasks()
+        self._disconnecting = OwnedTasks()
         self._swept_s = clock.now_s()
         self._log = logging.getLogger("twinpool.router")
 
@@ -218,13 +222,13 @@ class WorkerPool:
 
         Raises:
             LayoutMismatch: It does not fit the workers that are there; the message names the setting.
-            ServingError: A later life of the same worker is there already.
+            ConfigError: A later life of the same worker is there already.
         """
         old = self._handles.get(info.worker_id)
         if old is not None and old.info.generation >= info.generation:
-            raise ServingError(
-                f"worker {info.worker_id} of generation {info.generation} is older"
-                f" than the one here, {old.info.generation}"
+            raise ConfigError(
+                f"worker {info.worker_id}",
+                f"generation {info.generation} is not later than the one here, {old.info.generation}",
             )
         for other in self._handles.values():
             if other is not old:
@@ -329,15 +333,18 @@ class WorkerPool:
     async def start(self) -> None:
         """Begin to look for silent workers."""
         self._swept_s = self._clock.now_s()
-        self._tasks.spawn(self._sweep_forever())
+        self._sweeping.start(self._sweep_forever())
 
     async def close(self) -> None:
         """Fail what waits, close every connection and stop."""
         for handle in self.handles:
             self.left(handle.worker_id, handle.info.generation, "the router stops")
         await asyncio.sleep(0)  # lets tripped guards cancel their waits before the connections go
-        await self._tasks.wait(timeout_s=0.0)
-        await self._tasks.close()
+        await self._sweeping.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DISCONNECT_TIMEOUT_S):
+                await self._disconnecting.wait()
+        await self._disconnecting.close()
 
     def sweep(self) -> None:
         """Freeze the workers that were silent for too long.
@@ -374,7 +381,7 @@ class WorkerPool:
 
     def _lose(self, handle: WorkerHandle, reason: str) -> None:
         handle.lose(reason)
-        self._tasks.spawn(handle.ports.connection.close())
+        self._disconnecting.start(handle.ports.connection.close())
         self._tell(EventKind.LOST, handle.info, reason)
 
     def _tell(self, kind: EventKind, info: WorkerInfo, reason: str = "") -> None:

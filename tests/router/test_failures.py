@@ -13,6 +13,7 @@ from tests.toys import request
 from twinpool.core.errors import (
     InternalError,
     NoWorkers,
+    RequestCancelled,
     ServingError,
     TransferDamaged,
     TransferRefused,
@@ -191,7 +192,12 @@ def test_freezing_the_only_decode_worker_makes_the_router_not_ready_until_it_spe
 
 
 @pytest.mark.parametrize(
-    "error", [TransferDamaged("frame 3 is damaged"), TransferRefused("no such transfer")]
+    "error",
+    [
+        TransferDamaged("frame 3 is damaged"),
+        TransferRefused("no such transfer"),
+        RequestCancelled("the worker stops"),
+    ],
 )
 def test_kv_that_did_not_arrive_is_prefilled_again(error: ServingError) -> None:
     async def main() -> None:
