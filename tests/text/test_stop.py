@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,14 +88,12 @@ def test_the_result_is_the_naive_one_however_the_text_is_cut(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    pieces = [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(places)]
 
     assert run(pieces, stops) == cut_naively(text, stops)
 
 
-@given(
-    st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3)
-)
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3))
 def test_held_text_is_always_a_proper_prefix_of_a_stop_string_or_waits_for_one(
     text: str, stops: list[str]
 ) -> None:

@@ -162,7 +162,7 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call what a template calls."""
         self.budget.spend(1)
-        owner = getattr(function, "__self__", None)
+        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         if isinstance(owner, str):
             self._check_text_method(owner, function.__name__, (*args, *kwargs.values()))
         return self._measured(super().call(context, function, *args, **kwargs))
@@ -284,7 +284,7 @@ class _Namespace(Namespace):
 class _Dict:
     """Makes dicts; the class itself is not handed out."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
 
 
