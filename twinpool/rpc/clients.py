@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from twinpool.core.errors import (
 )
 from twinpool.core.ports import WorkerAudit, WorkerLoad
 from twinpool.core.request import Request, TokenOutput
+from twinpool.core.tasks import OwnedTasks
 from twinpool.core.ticket import KVTicket, TransferReport
 from twinpool.pb import worker_pb2, worker_pb2_grpc
 from twinpool.rpc import codec
@@ -55,19 +56,11 @@ class WorkerChannel:
             address,
             options=channel_options(max_receive_bytes=MAX_ANSWER_BYTES, max_send_bytes=MAX_REQUEST_BYTES),
         )
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def supervise(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run ``work`` to its end or until the channel is closed; it must handle its own errors."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.tasks = OwnedTasks()  # of the clients; ended with the channel
 
     async def close(self) -> None:
         """End every call at once: whoever waits for one gets WorkerLost."""
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.tasks.close()
         await self.grpc.close(grace=None)
 
     @contextmanager
@@ -136,7 +129,7 @@ class DecodeClient:
             ticket = await asyncio.shield(reserving)
         except asyncio.CancelledError:
             # The worker may hold room for us already, under a ticket that only its answer tells.
-            self._channel.supervise(self._give_back(reserving))
+            self._channel.tasks.start(self._give_back(reserving))
             raise
         self._deadlines_s[ticket.transfer_id] = deadline_s
         return ticket
