@@ -1,0 +1,94 @@
+"""Requests that are given up at random moments: blocks add up at all times, and all are free in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import aclosing
+
+import pytest
+
+from tests.decode_service.toy_worker import ToyWorker, adds_up, pair, until
+from tests.engine.fake_runner import expected_output
+from tests.toys import request
+from twinpool.core.errors import NoFreeBlocks, ServingError
+from twinpool.core.request import Request
+
+
+async def answer(prefill: ToyWorker, decode: ToyWorker, asked: Request) -> list[int]:
+    """Serve one request as the router would."""
+    ticket = await decode.decode.reserve(asked)
+    try:
+        first = await prefill.prefill.prefill(asked, ticket)
+        got = [first.token_id]
+        async with aclosing(decode.decode.resume(ticket, first)) as outputs:
+            async for output in outputs:
+                got.append(output.token_id)
+        return got
+    finally:
+        await asyncio.shield(asyncio.ensure_future(decode.decode.release(ticket)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_given_up_at_random_leave_nothing(seed: int) -> None:
+    async def run() -> tuple[int, int]:
+        rng = random.Random(seed)
+        num_cancelled = num_answered = 0
+
+        async def one(number: int) -> None:
+            nonlocal num_cancelled, num_answered
+            prompt = tuple(rng.randrange(90) for _ in range(rng.randrange(1, 60)))
+            asked = request(prompt, request_id=f"r{number}", max_tokens=rng.randrange(2, 20))
+            gives_up_after = rng.randrange(12) if rng.random() < 0.6 else None  # steps of both engines
+            await asyncio.sleep(rng.uniform(0.0, 0.5))
+            answering = asyncio.ensure_future(answer(prefill, decode, asked))
+            if gives_up_after is not None:
+                end = num_steps() + gives_up_after
+                await until(lambda: answering.done() or num_steps() >= end)
+                answering.cancel()
+            try:
+                assert await answering == expected_output(asked)
+                num_answered += 1
+            except asyncio.CancelledError:
+                num_cancelled += 1
+            except NoFreeBlocks:
+                pass
+
+        def num_steps() -> int:
+            return len(prefill.runner.plans) + len(decode.runner.plans)
+
+        async with pair() as (prefill, decode):
+            prefill.brake.step_s = decode.brake.step_s = 0.002
+            running = [asyncio.ensure_future(one(number)) for number in range(60)]
+            while not all(task.done() for task in running):
+                for worker in (prefill, decode):
+                    assert adds_up((await worker.control.audit()).blocks)
+                await asyncio.sleep(0.005)
+            await asyncio.gather(*running)
+            assert await prefill.gets_clean()
+            assert await decode.gets_clean()
+        return num_cancelled, num_answered
+
+    num_cancelled, num_answered = asyncio.run(run())
+    assert num_cancelled > 5
+    assert num_answered > 5
+
+
+def test_a_released_ticket_in_mid_transfer_spoils_no_later_request() -> None:
+    async def run() -> None:
+        async with pair() as (prefill, decode):
+            prefill.brake.step_s = 0.002
+            for number in range(12):
+                asked = request(tuple(range(number, 60)), request_id=f"r{number}")
+                ticket = await decode.decode.reserve(asked)
+                calling = asyncio.ensure_future(prefill.prefill.prefill(asked, ticket))
+                await asyncio.sleep(0.001 * number)
+                await decode.decode.release(ticket)
+                asked = request(tuple(range(50, 80)), request_id=f"s{number}")
+                assert await answer(prefill, decode, asked) == expected_output(asked)
+                with pytest.raises(ServingError):
+                    await calling
+            assert await prefill.gets_clean()
+            assert await decode.gets_clean()
+
+    asyncio.run(run())

@@ -1,0 +1,177 @@
+"""Whole workers without a model: engine thread, transfers and both services, over a runner of numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from decode_service.service import DecodeService
+from kv_transfer.config import TransferConfig
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.registry import load_transport
+from kv_transfer.sender import KVSender
+from kv_transfer.transport import Transport
+from prefill_service.service import PrefillService
+from tests.engine.fake_runner import VOCAB_SIZE, FakeRunner
+from tests.toys import layout
+from twinpool.core.clock import SystemClock
+from twinpool.core.ports import BlockCounts, Role, WorkerAudit
+from twinpool.engine.config import EngineConfig
+from twinpool.engine.engine import Engine, EngineLimits
+from twinpool.engine.loop import EngineLoop
+from twinpool.engine.plan import BatchPlan
+from twinpool.engine.worker import WorkerService
+
+LAYOUT = layout(num_layers=2, block_tokens=4)
+NUM_BLOCKS = 32
+PATIENCE_S = 20.0  # far more than anything here takes; only a hang gets there
+
+
+class RunnerStore:
+    """The cache of a fake runner as transfers see it: the KV of a token is its id, many times.
+
+    A received token is cached once all its layers came, so that a missing layer cannot hide.
+    """
+
+    layout = LAYOUT
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self._runner = runner
+        self._received: dict[tuple[int, int], set[int]] = {}
+        self._numbers = LAYOUT.layer_token_bytes // 2 // 4  # of one key or value
+
+    def read(self, *, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int) -> memoryview:
+        ids = self._runner.read(blocks, first_token + num_tokens)[first_token:]
+        part = np.asarray(ids, np.int32)[None, :, None].repeat(2, 0).repeat(self._numbers, 2)
+        return memoryview(part.tobytes())
+
+    def write(
+        self, payload: memoryview, *, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int
+    ) -> None:
+        part = np.frombuffer(payload, np.int32).reshape(2, num_tokens, self._numbers)
+        for i in range(num_tokens):
+            slot = self._runner._slot(blocks, first_token + i)
+            layers = self._received.setdefault(slot, set())
+            layers.add(layer)
+            if len(layers) == LAYOUT.num_layers:
+                self._runner._slots[slot] = int(part[0, i, 0])
+                del self._received[slot]
+
+
+class Brake:
+    """Slows the steps of an engine down, so that a test meets a sequence in the phase it wants."""
+
+    def __init__(self) -> None:
+        self.step_s = 0.0
+
+    def __call__(self, plan: BatchPlan) -> None:
+        time.sleep(self.step_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ToyWorker:
+    """One worker and its parts."""
+
+    brake: Brake
+    runner: FakeRunner
+    loop: EngineLoop
+    receiver: KVReceiver
+    sender: KVSender
+    prefill: PrefillService
+    decode: DecodeService
+    control: WorkerService
+
+    async def is_clean(self) -> bool:
+        """Whether nothing is left of any request."""
+        return is_clean(await self.control.audit())
+
+    async def gets_clean(self) -> bool:
+        """Wait until nothing is left of any request; raises TimeoutError if that never comes."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not await self.is_clean():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        return True
+
+
+def is_clean(audit: WorkerAudit) -> bool:
+    blocks = BlockCounts(total=NUM_BLOCKS, free=NUM_BLOCKS, cached=0, owned=0, draining=0)
+    return (audit.blocks, audit.tickets, audit.transfers, audit.sequences) == (blocks, 0, 0, 0)
+
+
+def adds_up(blocks: BlockCounts) -> bool:
+    return blocks.free + blocks.cached + blocks.owned + blocks.draining == blocks.total
+
+
+@asynccontextmanager
+async def toy_worker(
+    config: TransferConfig, *, worker_id: str = "w0", transport: Transport | None = None, chunk: int = 8
+) -> AsyncIterator[ToyWorker]:
+    """Run a worker; ``transport`` replaces its own for what it sends."""
+    brake = Brake()
+    runner = FakeRunner(block_tokens=LAYOUT.block_tokens, num_layers=LAYOUT.num_layers, before_step=brake)
+    clock = SystemClock()
+    engine = Engine(
+        runner,
+        config=EngineConfig(block_tokens=LAYOUT.block_tokens, max_chunk_tokens=chunk),
+        limits=EngineLimits(num_blocks=NUM_BLOCKS, max_model_tokens=512, vocab_size=VOCAB_SIZE),
+        clock=clock,
+    )
+    loop = EngineLoop(engine, clock)
+    store = RunnerStore(runner)
+    own = load_transport("loopback", config)
+    receiver = KVReceiver(store, clock, worker_id=worker_id, epoch=1, endpoints=[own.endpoint], config=config)
+    await own.start(receiver)
+    sender = KVSender(store, [transport or own], clock, config)
+    prefill, decode = PrefillService(loop, sender), DecodeService(loop, receiver)
+    control = WorkerService(
+        loop,
+        worker_id=worker_id,
+        role=Role.COLOCATED,
+        num_tickets=lambda: decode.num_tickets,
+        num_transfers=lambda: prefill.num_transfers + decode.num_transfers,
+        counters=lambda: {"transfer_frames": receiver.counters.frames},
+    )
+    await loop.start()
+    await decode.start()
+    try:
+        yield ToyWorker(
+            brake=brake,
+            runner=runner,
+            loop=loop,
+            receiver=receiver,
+            sender=sender,
+            prefill=prefill,
+            decode=decode,
+            control=control,
+        )
+    finally:
+        brake.step_s = 0.0
+        await prefill.close()
+        await decode.close()
+        await loop.close()
+        await own.close()
+
+
+@asynccontextmanager
+async def pair(
+    config: TransferConfig | None = None, *, transport: Transport | None = None
+) -> AsyncIterator[tuple[ToyWorker, ToyWorker]]:
+    """Run a prefill and a decode worker; ``transport`` replaces the prefill worker's own."""
+    config = config or TransferConfig(lease_s=PATIENCE_S)
+    async with (
+        toy_worker(config, worker_id="prefill", transport=transport) as prefill,
+        toy_worker(config, worker_id="decode") as decode,
+    ):
+        yield prefill, decode
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until ``condition`` holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
