@@ -10,9 +10,11 @@ from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
-from starlette.types import Receive
+from starlette.types import Message, Receive, Send
 
 from twinpool.core.errors import RequestCancelled, Unavailable
+
+MAX_AHEAD = 256  # items that the sources of one client may be ahead of what it reads
 
 T = TypeVar("T")
 
@@ -41,10 +43,28 @@ async def while_connected(receive: Receive, work: Coroutine[None, None, T]) -> T
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
+def in_time(send: Send, timeout_s: float) -> Send:
+    """Return a ``send`` that gives a client up which does not read for ``timeout_s``.
+
+    Raises (the returned function):
+        RequestCancelled: The client did not read.
+    """
+
+    async def send_in_time(message: Message) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await send(message)
+        except TimeoutError:
+            raise RequestCancelled(f"the client has read nothing for {timeout_s:g} s") from None
+
+    return send_in_time
+
+
 async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """Run all sources at once; yield their items with the index of the source, each source in its order.
 
-    Every source runs in one task from its first item to its last.  The first error ends all of them, and
+    Every source runs in one task from its first item to its last, and waits while the consumer does not
+    keep up.  The first error ends all of them, and
     so does closing this generator: when it is over, every source is closed.
     """
     if len(sources) == 1:
@@ -54,7 +74,8 @@ async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
         return
 
     arrived: asyncio.Queue[tuple[int, T] | asyncio.Task[None]] = asyncio.Queue()
-    pumps = [asyncio.create_task(_pump(index, source, arrived)) for index, source in enumerate(sources)]
+    room = asyncio.Semaphore(MAX_AHEAD)
+    pumps = [asyncio.create_task(_pump(i, source, arrived, room)) for i, source in enumerate(sources)]
     for pump in pumps:
         pump.add_done_callback(arrived.put_nowait)
     try:
@@ -66,6 +87,7 @@ async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
                 got.result()
             else:
                 yield got
+                room.release()
     finally:
         for pump in pumps:
             pump.cancel()
@@ -73,10 +95,14 @@ async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
 
 
 async def _pump(
-    index: int, source: AsyncGenerator[T, None], arrived: asyncio.Queue[tuple[int, T] | asyncio.Task[None]]
+    index: int,
+    source: AsyncGenerator[T, None],
+    arrived: asyncio.Queue[tuple[int, T] | asyncio.Task[None]],
+    room: asyncio.Semaphore,
 ) -> None:
     async with aclosing(source) as items:
         async for item in items:
+            await room.acquire()
             arrived.put_nowait((index, item))
 
 

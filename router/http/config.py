@@ -18,6 +18,7 @@ class HTTPConfig:
     max_header_bytes: int = 16 * 1024  # request line and all header lines together
     header_timeout_s: float = 10.0  # from the first byte of a request to the end of its headers
     body_timeout_s: float = 30.0  # from the end of the headers to the end of the body
+    write_timeout_s: float = 60.0  # a client that reads nothing for so long is given up
     keep_alive_s: float = 75.0  # an idle connection is closed after this long
     stop_timeout_s: float = 30.0  # how long open answers may go on once the server stops
 
@@ -31,7 +32,7 @@ class HTTPConfig:
         for name in ("max_body_bytes", "max_header_bytes"):
             if getattr(self, name) < 1024:
                 raise ConfigError(f"http.{name}", f"{getattr(self, name)} is less than 1024")
-        for name in ("header_timeout_s", "body_timeout_s", "keep_alive_s"):
+        for name in ("header_timeout_s", "body_timeout_s", "write_timeout_s", "keep_alive_s"):
             if not 0.0 < getattr(self, name) < float("inf"):
                 raise ConfigError(
                     f"http.{name}", f"{getattr(self, name)} is not a positive number of seconds"

@@ -45,7 +45,6 @@ class Edge:
     def __init__(self, app: ASGIApp, config: HTTPConfig) -> None:
         self._app = app
         self._config = config
-        self._log = logging.getLogger("twinpool.http")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -60,8 +59,7 @@ class Edge:
         except ServingError as error:
             await reply.fail(error)
         except Exception as error:  # noqa: BLE001 - the end of the request; the server goes on
-            self._log.error("request %s failed: %s", request_id, _where(error))
-            await reply.fail(InternalError("a bug"))
+            await reply.fail(logged(error, request_id))
 
     def _check(self, scope: Scope) -> None:
         size = len(scope["raw_path"]) + len(scope["query_string"])
@@ -77,6 +75,17 @@ def request_id_of(scope: Scope) -> str:
     """Return the id that the client of this request sees."""
     request_id: str = scope["twinpool.request_id"]
     return request_id
+
+
+def logged(error: Exception, request_id: str) -> InternalError:
+    """Log a bug by its class and place, and return what the client may know of it.
+
+    The message of the error is not logged: it may hold what a client wrote.
+    """
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    where = " < ".join([type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in frames)])
+    logging.getLogger("twinpool.http").error("request %s failed: %s", request_id, where)
+    return InternalError("a bug ended this request")
 
 
 def set_timelines(scope: Scope, timelines: Sequence[RequestTimeline]) -> None:
@@ -145,11 +154,3 @@ def _client_id(scope: Scope) -> str | None:
 def _has_key(scope: Scope, key: str) -> bool:
     sent = [value for name, value in scope["headers"] if name == b"authorization"]
     return len(sent) == 1 and hmac.compare_digest(sent[0], f"Bearer {key}".encode())
-
-
-def _where(error: Exception) -> str:
-    """Return the class of an error and where it was raised; its message may hold what a client wrote."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return " < ".join(
-        [type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in reversed(frames))]
-    )

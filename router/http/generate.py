@@ -16,13 +16,13 @@ from starlette.types import Receive, Scope, Send
 from router.http.answers import Answer, Shape, usage
 from router.http.assemble import AnswerAssembler, Delta
 from router.http.body import read_object
-from router.http.clients import merged, while_connected
+from router.http.clients import in_time, merged, while_connected
 from router.http.config import HTTPConfig
-from router.http.edge import request_id_of, set_timelines
+from router.http.edge import logged, request_id_of, set_timelines
 from router.http.errors import error_body
 from router.http.prepare import Choice, Job
 from router.router import Router
-from twinpool.core.errors import InternalError, RequestCancelled, ServingError
+from twinpool.core.errors import InternalError, ServingError
 from twinpool.text.tokenizer import Tokenizer
 
 Prepare = Callable[[dict[str, object], str], Awaitable[Job]]  # of a raw body and the client's request id
@@ -59,9 +59,14 @@ class GenerationEndpoint:
         raw = await read_object(scope, receive, self._config)
         job = await self._prepare(raw, request_id_of(scope))
         set_timelines(scope, [choice.timeline for choice in job.choices])
-        reply = _Reply(job, self._make_shape(job), send)
+        reply = _Reply(job, self._make_shape(job), in_time(send, self._config.write_timeout_s))
         work = self._stream(job, reply) if job.is_stream else self._collect(job, reply)
-        await while_connected(receive, work)
+        try:
+            await while_connected(receive, work)
+        except Exception as error:
+            if not (job.is_stream and reply.is_started):
+                raise
+            await reply.fail(error if isinstance(error, ServingError) else logged(error, job.request_id))
 
     async def _collect(self, job: Job, reply: _Reply) -> None:
         answers = [Answer() for _ in job.choices]
@@ -71,17 +76,10 @@ class GenerationEndpoint:
         await reply.whole(answers)
 
     async def _stream(self, job: Job, reply: _Reply) -> None:
-        try:
-            async with aclosing(self._deltas(job)) as deltas:
-                async for index, delta in deltas:
-                    await reply.part(index, delta)
-            await reply.end()
-        except RequestCancelled:
-            raise
-        except ServingError as error:
-            if not reply.is_started:
-                raise
-            await reply.fail(error)
+        async with aclosing(self._deltas(job)) as deltas:
+            async for index, delta in deltas:
+                await reply.part(index, delta)
+        await reply.end()
 
     def _deltas(self, job: Job) -> AsyncGenerator[tuple[int, Delta], None]:
         return merged([self._answer(choice) for choice in job.choices])

@@ -32,6 +32,7 @@ from twinpool.core.errors import ServingError
 
 PROBE_S = 0.4  # two probes find a client that left: the first is answered by a reset, which the second meets
 CHECK_S = 0.1
+LINGER_S = 5.0  # how long a closed connection may take to deliver its last bytes
 
 
 class Connection(H11Protocol):
@@ -59,6 +60,7 @@ class Connection(H11Protocol):
         self._is_peer_done = False  # it sent its FIN
         self._is_event_stream = False  # the answer under way is one
         self._checks = 0
+        self._closing_s = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -133,9 +135,12 @@ class Connection(H11Protocol):
 
     def _watch(self) -> None:
         """Look for a client that left; runs as long as the connection lives."""
-        if self.transport.is_closing():
-            return
         self._watch_timer = self.loop.call_later(CHECK_S, self._watch)
+        if self.transport.is_closing():  # the last bytes are under way, to a peer that may never read them
+            self._closing_s += CHECK_S
+            if self._closing_s > LINGER_S:
+                self.transport.abort()
+            return
         if not self._is_answering() or not (self._is_peer_done or self.flow.read_paused):
             self._checks = 0
             return

@@ -19,6 +19,8 @@ from router.http.config import HTTPConfig
 from router.http.protocol import Connection
 from twinpool.core.errors import ConfigError
 
+LAST_WORDS_S = 1.0
+
 
 class HTTPServer:
     """Serves ``app`` from ``start`` until ``stop``.
@@ -81,7 +83,12 @@ class HTTPServer:
             return
         self._server.should_exit = True
         await self._task
-        await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
+        open_answers = set(self._server.server_state.tasks)
+        if open_answers:  # cancelled by now; each says so to its client, if that still reads
+            await asyncio.wait(open_answers, timeout=LAST_WORDS_S)
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+        await asyncio.gather(*open_answers, return_exceptions=True)
         self._task = None
 
 

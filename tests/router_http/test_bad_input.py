@@ -250,14 +250,20 @@ def test_ids_at_the_edge_of_the_vocabulary_are_taken(site: Site) -> None:
 
 
 def test_another_model_is_a_404(site: Site) -> None:
-    for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER}), ("/tokenize", {"prompt": "a"})):
+    for path, body in (
+        (COMPLETIONS, {"prompt": "a"}),
+        (CHAT, {"messages": USER}),
+        ("/tokenize", {"prompt": "a"}),
+    ):
         reply = site.post(path, {**body, "model": "gpt-4"})
         assert (reply.status, reply.json["error"]["code"]) == (404, "model_not_found")
 
 
 def test_bodies_and_headers_have_a_size(site: Site) -> None:
     big = site.request("POST", COMPLETIONS, b'{"prompt":"' + b"a" * 10_000_000 + b'"}')
-    many = site.request("GET", "/version", headers={f"x-{i}": "y" * 100 for i in range(90)} | {"y": "z" * 9000})
+    many = site.request(
+        "GET", "/version", headers={f"x-{i}": "y" * 100 for i in range(90)} | {"y": "z" * 9000}
+    )
     few = site.request("GET", "/version", headers={"y": "z" * 15_000})
 
     assert (big.status, big.json["error"]["code"]) == (413, "body_too_large")
@@ -274,6 +280,10 @@ def test_no_workers_is_a_503_that_says_when_to_come_back() -> None:
     finally:
         site.close()
 
-    assert (reply.status, reply.json["error"]["code"], reply.headers["retry-after"]) == (503, "no_workers", "5")
+    assert (reply.status, reply.json["error"]["code"], reply.headers["retry-after"]) == (
+        503,
+        "no_workers",
+        "5",
+    )
     assert stream.status == 503
     assert (ready.status, ready.json["reasons"]) == (503, ["no worker has joined"])
