@@ -4,33 +4,52 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import pytest
 
 from tests.decode_service.toy_worker import ToyWorker, adds_up, pair, until
 from tests.engine.fake_runner import expected_output
 from tests.toys import request
+from twinpool.core.clock import SystemClock
 from twinpool.core.errors import NoFreeBlocks, ServingError
+from twinpool.core.ports import DecodePort, PrefillPort
 from twinpool.core.request import Request
+from twinpool.rpc.clients import DecodeClient, PrefillClient, WorkerChannel
+from twinpool.rpc.server import WorkerServer
 
 
-async def answer(prefill: ToyWorker, decode: ToyWorker, asked: Request) -> list[int]:
+async def answer(prefill: PrefillPort, decode: DecodePort, asked: Request) -> list[int]:
     """Serve one request as the router would."""
-    ticket = await decode.decode.reserve(asked)
+    ticket = await decode.reserve(asked)
     try:
-        first = await prefill.prefill.prefill(asked, ticket)
+        first = await prefill.prefill(asked, ticket)
         got = [first.token_id]
-        async with aclosing(decode.decode.resume(ticket, first)) as outputs:
+        async with aclosing(decode.resume(ticket, first)) as outputs:
             async for output in outputs:
                 got.append(output.token_id)
         return got
     finally:
-        await asyncio.shield(asyncio.ensure_future(decode.decode.release(ticket)))
+        await asyncio.shield(asyncio.ensure_future(decode.release(ticket)))
+
+
+@asynccontextmanager
+async def over_grpc(worker: ToyWorker) -> AsyncIterator[tuple[PrefillClient, DecodeClient]]:
+    """Serve a worker on a free port."""
+    server = WorkerServer(prefill=worker.prefill, decode=worker.decode, worker=worker.control)
+    await server.start()
+    channel = WorkerChannel(server.address, "w0")
+    try:
+        yield PrefillClient(channel), DecodeClient(channel, SystemClock())
+    finally:
+        await channel.close()
+        await server.stop(grace_s=0.0)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_requests_given_up_at_random_leave_nothing(seed: int) -> None:
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_requests_given_up_at_random_leave_nothing(seed: int, is_remote: bool) -> None:
     async def run() -> tuple[int, int]:
         rng = random.Random(seed)
         num_cancelled = num_answered = 0
@@ -41,7 +60,7 @@ def test_requests_given_up_at_random_leave_nothing(seed: int) -> None:
             asked = request(prompt, request_id=f"r{number}", max_tokens=rng.randrange(2, 20))
             gives_up_after = rng.randrange(12) if rng.random() < 0.6 else None  # steps of both engines
             await asyncio.sleep(rng.uniform(0.0, 0.5))
-            answering = asyncio.ensure_future(answer(prefill, decode, asked))
+            answering = asyncio.ensure_future(answer(prefill_port, decode_port, asked))
             if gives_up_after is not None:
                 end = num_steps() + gives_up_after
                 await until(lambda: answering.done() or num_steps() >= end)
@@ -57,7 +76,13 @@ def test_requests_given_up_at_random_leave_nothing(seed: int) -> None:
         def num_steps() -> int:
             return len(prefill.runner.plans) + len(decode.runner.plans)
 
-        async with pair() as (prefill, decode):
+        async with AsyncExitStack() as stack:
+            prefill, decode = await stack.enter_async_context(pair())
+            prefill_port: PrefillPort = prefill.prefill
+            decode_port: DecodePort = decode.decode
+            if is_remote:
+                prefill_port, _ = await stack.enter_async_context(over_grpc(prefill))
+                _, decode_port = await stack.enter_async_context(over_grpc(decode))
             prefill.brake.step_s = decode.brake.step_s = 0.002
             running = [asyncio.ensure_future(one(number)) for number in range(60)]
             while not all(task.done() for task in running):
@@ -85,7 +110,7 @@ def test_a_released_ticket_in_mid_transfer_spoils_no_later_request() -> None:
                 await asyncio.sleep(0.001 * number)
                 await decode.decode.release(ticket)
                 asked = request(tuple(range(50, 80)), request_id=f"s{number}")
-                assert await answer(prefill, decode, asked) == expected_output(asked)
+                assert await answer(prefill.prefill, decode.decode, asked) == expected_output(asked)
                 with pytest.raises(ServingError):
                     await calling
             assert await prefill.gets_clean()
