@@ -21,7 +21,7 @@ from router.log import RequestLog
 from router.metrics import RouterMetrics
 from router.policy import RoutingPolicy, load_policy
 from router.tries import REFUSALS, Tries
-from router.workers import WorkerHandle, WorkerPool
+from router.workers import WorkerHandle, WorkerPool, WorkerState
 from twinpool.core.clock import Clock
 from twinpool.core.errors import (
     DeadlineExceeded,
@@ -32,6 +32,7 @@ from twinpool.core.errors import (
     Unavailable,
     WorkerLost,
 )
+from twinpool.core.ports import Role
 from twinpool.core.request import Request, TokenOutput
 from twinpool.core.tasks import OwnedTasks
 from twinpool.core.ticket import KVTicket, TransferReport
@@ -285,7 +286,11 @@ class Router:
         timeline.prefill_worker = None if claim.prefill is None else claim.prefill.worker_id
         timeline.decode_worker = None if claim.decode is None else claim.decode.worker_id
         if claim.path == "local" and self.config.needs_prefill:
-            reason = "prefill_failed" if journey.tries.has_failed else "no_prefill_worker"
+            is_there = any(
+                handle.info.role is Role.PREFILL and handle.state is WorkerState.READY
+                for handle in self.pool.handles
+            )
+            reason = "prefill_failed" if is_there else "no_prefill_worker"
             self.metrics.fell_back(reason)
             timeline.event("fallback", reason=reason)
         return claim

@@ -115,7 +115,7 @@ class FakeWorker:
             raise WorkerDraining("it drains")
         num_blocks = self._take(request.num_tokens + 1)
         ticket = KVTicket(
-            transfer_id=f"{self.info.worker_id}-{next(self.world.numbers)}",
+            transfer_id=f"{next(self.world.numbers):032x}",
             epoch=self.info.generation,
             request_id=request.request_id,
             worker_id=self.info.worker_id,

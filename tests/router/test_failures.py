@@ -159,6 +159,25 @@ def test_a_worker_that_says_it_is_lost_and_speaks_again_is_asked_again_after_it_
     asyncio.run(main())
 
 
+def test_a_worker_that_failed_is_not_asked_again_before_it_spoke() -> None:
+    async def main() -> None:
+        world = colocated()  # no heart beats by itself
+        worker = world.workers["colocated-0"]
+
+        async def refuse_connections() -> None:
+            raise WorkerLost("colocated-0", "connection refused")
+
+        worker.hooks["generate"] = refuse_connections
+        asking = asyncio.create_task(world.ask(QUESTION))
+        await asyncio.sleep(0.05)
+        assert worker.calls == ["generate"]
+        worker.hooks.clear()
+        world.beat()
+        assert await asking == answer(QUESTION)
+
+    asyncio.run(main())
+
+
 def test_a_frozen_worker_is_noticed_avoided_and_used_again_when_it_speaks() -> None:
     async def main() -> None:
         async with running(disaggregated(num_decode=2)) as world:
