@@ -12,6 +12,7 @@ from router.http.errors import NotFound
 from router.metrics import CONTENT_TYPE
 from router.router import Router
 from router.workers import WorkerHandle
+from twinpool.core.ports import Role
 
 
 class AdminRoutes:
@@ -58,16 +59,18 @@ class AdminRoutes:
         return Response(json.dumps(found), media_type="application/json")
 
     def _reasons(self) -> list[str]:
-        handles = self._router.pool.handles
-        if not handles:
+        pool = self._router.pool
+        if pool.is_ready:
+            return ["the router stops and takes nothing new"]
+        if not pool.handles:
             return ["no worker has joined"]
-        states = [
+        needed = (Role.PREFILL, Role.DECODE) if self._router.config.needs_prefill else (Role.DECODE,)
+        roles = {handle.info.role for handle in pool.handles}
+        missing = [f"there is no {role.value} worker" for role in needed if role not in roles]
+        return missing + [
             f"{handle.info.role.value} worker {handle.worker_id} is {handle.state.value}"
-            for handle in handles
+            for handle in pool.handles
         ]
-        roles = {handle.info.role.value for handle in handles}
-        missing = [f"there is no {role} worker" for role in ("prefill", "decode") if role not in roles]
-        return states + missing
 
 
 def _describe(handle: WorkerHandle) -> dict[str, object]:

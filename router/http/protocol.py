@@ -65,7 +65,6 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._header_timer = self.loop.call_later(self._header_timeout_s, self._headers_are_late)
-        self._watch_timer = self.loop.call_later(CHECK_S, self._watch)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._header_timer, self._watch_timer):
@@ -76,6 +75,7 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._time_the_headers()
+        self._begin_to_watch()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Keep the transport open: the client may still read."""
@@ -85,6 +85,7 @@ class Connection(H11Protocol):
         # A request that is cut in its body cannot be answered.
         if not self._is_answering() or self.cycle.more_body or self.scope["http_version"] == "1.0":
             self.transport.close()
+        self._begin_to_watch()
         return True
 
     def on_response_complete(self) -> None:
@@ -133,21 +134,29 @@ class Connection(H11Protocol):
         self._header_timer = None
         self.transport.close()
 
+    def _begin_to_watch(self) -> None:
+        if self._watch_timer is None and self._is_worth_watching():
+            self._checks = 0
+            self._watch_timer = self.loop.call_later(0.0, self._watch)
+
+    def _is_worth_watching(self) -> bool:
+        """Whether the client could leave without the transport's notice."""
+        return self.transport.is_closing() or (
+            self._is_answering() and (self._is_peer_done or self.flow.read_paused)
+        )
+
     def _watch(self) -> None:
-        """Look for a client that left; runs as long as the connection lives."""
+        self._watch_timer = None
+        if not self._is_worth_watching():
+            return
         self._watch_timer = self.loop.call_later(CHECK_S, self._watch)
         if self.transport.is_closing():  # the last bytes are under way, to a peer that may never read them
             self._closing_s += CHECK_S
             if self._closing_s > LINGER_S:
                 self.transport.abort()
-            return
-        if not self._is_answering() or not (self._is_peer_done or self.flow.read_paused):
-            self._checks = 0
-            return
-        if self._is_reset():
+        elif self._is_reset():
             self.transport.abort()
-            return
-        if self._checks % round(PROBE_S / CHECK_S) == 0 and not self.flow.write_paused:
+        elif self._checks % round(PROBE_S / CHECK_S) == 0 and not self.flow.write_paused:
             self._probe()
         self._checks += 1
 
@@ -176,7 +185,10 @@ class Connection(H11Protocol):
                     kinds = [value for name, value in message["headers"] if name == b"content-type"]
                     self._is_event_stream = kinds != [] and kinds[0].startswith(b"text/event-stream")
 
-            await app(scope, receive, send_and_note)
+            try:
+                await app(scope, receive, send_and_note)
+            finally:
+                self.loop.call_soon(self._begin_to_watch)  # after uvicorn has closed what was left incomplete
 
         return noting
 

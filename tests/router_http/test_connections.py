@@ -23,6 +23,7 @@ from tests.router_http.toys import Reply, Site, raw_post, read_until_closed
 from twinpool.core.errors import ConfigError
 
 COMPLETIONS = "/v1/completions"
+NOTICE_S = 3.0  # about 0.5 on an idle machine; without noticing it would be 30
 LONG = {"prompt": "a", "ignore_eos": True, "max_tokens": 400}
 
 
@@ -48,7 +49,7 @@ def test_a_client_that_closes_ends_its_work_within_a_second(site: Site, stream: 
         assert wait_until(lambda: site.worker.num_open == 1)
         time.sleep(0.1)
 
-    assert seconds_until_idle(site) < 1.0
+    assert seconds_until_idle(site) < NOTICE_S
     assert site.worker.num_tokens < 100
 
 
@@ -60,7 +61,7 @@ def test_a_client_that_resets_ends_its_work(site: Site, stream: bool) -> None:
         connection.sendall(raw_post(COMPLETIONS, {**LONG, "stream": stream, "n": 3}))
         assert wait_until(lambda: site.worker.num_open == 3)
 
-    assert seconds_until_idle(site) < 1.0
+    assert seconds_until_idle(site) < NOTICE_S
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -88,7 +89,7 @@ def test_a_half_closed_client_that_leaves_later_ends_its_work(site: Site) -> Non
         time.sleep(0.6)
         assert site.worker.num_open == 1
 
-    assert seconds_until_idle(site) < 1.0
+    assert seconds_until_idle(site) < NOTICE_S
 
 
 def test_http_clients_skip_the_probes_of_a_half_closed_connection(site: Site) -> None:
@@ -129,7 +130,7 @@ def test_a_client_that_pipelined_and_left_ends_its_work(site: Site) -> None:
         connection.sendall(raw_post(COMPLETIONS, LONG))
         time.sleep(0.1)
 
-    assert seconds_until_idle(site) < 1.5
+    assert seconds_until_idle(site) < NOTICE_S
     assert len(site.worker.requests) == 1
 
 
