@@ -349,6 +349,22 @@ def test_a_deadline_ends_a_sequence_wherever_it_is(status: str) -> None:
     assert world.step().failed == ()
 
 
+def test_each_sequence_has_its_own_deadline() -> None:
+    clock = ManualClock()
+    world = engine(FakeRunner(), clock=clock)
+    late, early, middle = (
+        world.reserve(prompt(3, request_id=f"r{i}", timeout_s=timeout_s))
+        for i, timeout_s in enumerate((9.0, 5.0, 7.0))
+    )
+
+    ended = []
+    for _ in range(10):
+        clock.advance(1.0)
+        ended += [(clock.now_s(), sequence) for sequence, _ in world.step().failed]
+
+    assert ended == [(5.0, early), (7.0, middle), (9.0, late)]
+
+
 def test_a_deadline_needs_no_traffic() -> None:
     clock = ManualClock()
     world = engine(FakeRunner(), clock=clock, num_blocks=4)

@@ -280,18 +280,16 @@ class Scheduler:
     def _headroom(self, sequence: SequenceState, batch: _Batch | None = None) -> int:
         """Return how many blocks must stay free when ``sequence`` starts.
 
-        Those that decoding sequences need in this very step, since they would preempt it at once; more
-        for one that was preempted before, so that recomputing does not repeat for ever: a block for each
-        decoding sequence the first time, then all that the older ones can ever take.
+        Those that decoding sequences need in this very step, since they would preempt it at once.  For
+        one that was preempted twice, all that older ones can ever take, so that it is not a victim of
+        those again: recomputing must not repeat for ever.
         """
-        if sequence.num_preemptions == 0:
+        if sequence.num_preemptions < 2:
             if batch is None:
                 return self._num_growing()
             if batch.num_growing is None:
                 batch.num_growing = self._num_growing()
             return batch.num_growing
-        if sequence.num_preemptions == 1:
-            return len(self._decoding)
         older = (other for line in (self._prefilling, self._decoding) for other in line)
         return sum(
             self.num_blocks(other.request.max_total_tokens) - len(other.blocks)
