@@ -52,6 +52,18 @@ def test_it_is_built_once_and_then_only_found(tmp_path: Path) -> None:
     assert len(calls) == 1
 
 
+def test_the_finished_folder_appears_all_at_once(tmp_path: Path) -> None:
+    built: list[int] = []
+
+    def build(folder: Path) -> None:
+        write_whole(folder)
+        built.append(folder.stat().st_ino)
+
+    target = build_once(tmp_path / "a", build, silent)
+
+    assert [target.stat().st_ino] == built, "copied instead of renamed"
+
+
 def test_of_processes_that_come_together_one_builds(tmp_path: Path) -> None:
     target, log = tmp_path / "a", tmp_path / "log"
     command = [sys.executable, "-c", BUILD_SLOWLY, str(target), str(log)]

@@ -12,10 +12,18 @@ import pytest
 import safetensors.numpy
 from tokenizers import Tokenizer
 
-from tests.checkpoints.toy_gguf import MARKUP, SPECIAL, byte_vocabulary, random_weights, write_gguf
+from tests.checkpoints.toy_gguf import (
+    MARKUP,
+    SPECIAL,
+    byte_vocabulary,
+    random_weights,
+    write_gguf,
+    write_sentence_piece,
+)
 from twinpool.checkpoints import gguf_import
 from twinpool.checkpoints.gguf_file import GGUFFile
 from twinpool.checkpoints.gguf_import import import_gguf
+from twinpool.checkpoints.gguf_tokenizer import write_tokenizer
 from twinpool.core.errors import ModelError
 
 VOCAB = len(byte_vocabulary())
@@ -230,6 +238,27 @@ def test_the_tokenizer_is_the_one_in_the_file(tmp_path: Path) -> None:
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     assert (settings["bos_token"], settings["eos_token"]) == SPECIAL
     assert settings["chat_template"] == "{{ messages[0]['content'] }}"
+
+
+def test_a_tokenizer_of_llama_2_is_rebuilt_from_its_scores(tmp_path: Path) -> None:
+    tokens = write_sentence_piece(tmp_path / "toy.gguf")
+
+    write_tokenizer(GGUFFile(tmp_path / "toy.gguf"), tmp_path)
+
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    encoding = tokenizer.encode("abc ab\u00e9")
+    assert encoding.tokens == ["<s>", "\u2581ab", "c", "\u2581ab", "<0xC3>", "<0xA9>"]
+    assert encoding.ids == [tokens.index(token) for token in encoding.tokens]
+    assert tokenizer.decode(encoding.ids, skip_special_tokens=True) == "abc ab\u00e9"
+
+
+def test_every_token_that_ends_a_turn_is_kept(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "toy.gguf", random_weights(vocab_size=VOCAB))
+
+    folder = imported(tmp_path, tmp_path / "toy.gguf")
+
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 257, "eos_token_id": [258, 257]}
 
 
 def test_a_large_model_is_written_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,30 @@ def _add_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(special[0])
     writer.add_eos_token_id(special[1])
+    writer.add_eot_token_id(special[0])
     writer.add_chat_template("{{ messages[0]['content'] }}")
+
+
+def write_sentence_piece(path: Path) -> list[str]:
+    """Write a file whose tokenizer is of Llama 2's kind and return its tokens; its weights are missing."""
+    words = ["\u2581", "a", "b", "c", "ab", "\u2581a", "\u2581ab", "bc"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    # The better the score, the earlier a merge: "ab" before "bc", though "bc" is the longer way to "abc".
+    scores = [0.0] * 259 + [-9.0, -9.0, -9.0, -9.0, -1.0, -3.0, -2.0, -4.0]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(128)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(words))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tokens
 
 
 def _gguf_name(name: str) -> str:

@@ -56,10 +56,7 @@ def import_gguf(path: Path, folder: Path, progress: Callable[[str], None]) -> No
     config = make_config(gguf)
     names = {name: _hf_name(name) for name in gguf.tensors if name != ROPE_FACTORS}
     _write_json(folder / "config.json", config)
-    generation: dict[str, Any] = {
-        key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config
-    }
-    _write_json(folder / "generation_config.json", generation)
+    _write_json(folder / "generation_config.json", _generation_config(gguf, config))
     progress(f"converting {path.name}: tokenizer")
     write_tokenizer(gguf, folder)
     permuted = architecture_of(gguf) in PERMUTED
@@ -77,6 +74,16 @@ def import_gguf(path: Path, folder: Path, progress: Callable[[str], None]) -> No
         total = sum(_num_bytes(gguf, name) for name in names)
         content = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", content)
+
+
+def _generation_config(gguf: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Return where an answer begins and ends; a model may end a turn otherwise than a text."""
+    content: dict[str, Any] = {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config}
+    end_of_turn = gguf.metadata.get("tokenizer.ggml.eot_token_id")
+    if end_of_turn is not None and end_of_turn != content.get("eos_token_id"):
+        ends = [content["eos_token_id"]] if "eos_token_id" in content else []
+        content["eos_token_id"] = [*ends, int(end_of_turn)]
+    return content
 
 
 def _hf_name(name: str) -> str:

@@ -16,7 +16,7 @@ from twinpool.checkpoints.gguf_file import GGUFFile
 from twinpool.core.errors import ModelError
 
 _FIELD = "--model"
-_CONTROL, _USER_DEFINED = 3, 4
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "\u2581"
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -137,7 +137,7 @@ def _merges_by_score(vocab: dict[str, int], scores: list[float]) -> list[tuple[s
 
 def _add_special_tokens(tokenizer: Tokenizer, fields: dict[str, Any]) -> None:
     kinds = fields.get("token_type") or []
-    special = {token_id for token_id, kind in enumerate(kinds) if kind == _CONTROL}
+    special = {token_id for token_id, kind in enumerate(kinds) if kind in {_UNKNOWN, _CONTROL}}
     special.update(int(fields[key]) for key in ("bos_token_id", "eos_token_id") if key in fields)
     for token_id, token in enumerate(fields["tokens"]):
         if token_id in special:
