@@ -263,6 +263,17 @@ def test_kv_that_arrives_after_the_end_changes_nothing() -> None:
     assert run(world) == []
 
 
+def test_kv_that_arrives_after_the_deadline_is_told_so() -> None:
+    runner, clock = FakeRunner(), ManualClock()
+    world = engine(runner, clock=clock)
+    sequence, first = reserved(world, runner, prompt(7, timeout_s=5.0))
+    clock.advance(5.0)
+    world.step()
+
+    with pytest.raises(DeadlineExceeded, match="5 s are over, the KV came too late"):
+        world.arrived(sequence, first)
+
+
 @pytest.mark.parametrize("status", ["waiting", "prefilling", "decoding"])
 def test_an_aborted_sequence_gives_its_blocks_back_at_once(status: str) -> None:
     world = engine(FakeRunner(), max_chunk_tokens=4)

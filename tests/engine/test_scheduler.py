@@ -21,7 +21,7 @@ from twinpool.engine.plan import BatchPlan, ItemResult, QueueView, Work
 from twinpool.engine.scheduler import OVERTAKING_S, Scheduler
 from twinpool.engine.sequence import SequenceState, SequenceStatus
 
-NUM_SEEDS = 1500
+NUM_SEEDS = 1000
 
 
 def prompt(num_tokens: int, *, request_id: str = "r0", max_tokens: int = 4, **sampling: Any) -> Request:

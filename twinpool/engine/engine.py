@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from twinpool.core.clock import Clock
 from twinpool.core.errors import (
+    DeadlineExceeded,
     InternalError,
     InvalidRequest,
     PromptTooLong,
@@ -140,9 +141,11 @@ class Engine:
 
         Raises:
             InvalidRequest: ``first`` does not follow the request, or nothing can follow it.
-            RequestCancelled: The reservation ended before.
+            DeadlineExceeded, RequestCancelled: The reservation ended before.
         """
         if sequence.status is not SequenceStatus.RECEIVING:
+            if self._clock.now_s() >= sequence.deadline_s:
+                raise DeadlineExceeded(f"{sequence.request.timeout_s:g} s are over, the KV came too late")
             raise RequestCancelled(f"the reservation is over, the sequence is {sequence.status}")
         expected = sequence.num_output_tokens
         if first.index != expected:

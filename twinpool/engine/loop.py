@@ -188,7 +188,7 @@ class EngineLoop:
         """Start to decode a reserved sequence; its outputs begin with the token after ``first``.
 
         Raises:
-            InvalidRequest, RequestCancelled: As ``Engine.arrived``.
+            InvalidRequest, DeadlineExceeded, RequestCancelled: As ``Engine.arrived``.
         """
         await self._call(lambda: self._steps.arrived(generation, first))
 
