@@ -17,6 +17,8 @@ from router.http.config import HTTPConfig
 from router.http.errors import BodyTimeout, BodyTooLarge, MalformedBody
 from twinpool.core.errors import RequestCancelled
 
+_ALWAYS_FINITE = frozenset({int, str, bool, type(None)})  # lists of them are passed at the speed of C
+
 
 async def read_object(scope: Scope, receive: Receive, config: HTTPConfig) -> dict[str, object]:
     """Read the whole body and parse it.
@@ -78,5 +80,5 @@ def _is_finite(value: object) -> bool:
     if isinstance(value, dict):
         return all(_is_finite(item) for item in value.values())
     if isinstance(value, list):
-        return all(type(item) is int or _is_finite(item) for item in value)
+        return set(map(type, value)) <= _ALWAYS_FINITE or all(_is_finite(item) for item in value)
     return True

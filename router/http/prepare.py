@@ -14,7 +14,7 @@ import hashlib
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from router.http.assemble import TextRules
@@ -147,15 +147,14 @@ class Preparer:
         # A template may run for seconds, and waits for another one that does: never on the event loop.
         return await asyncio.to_thread(self._render, body)
 
-    def check_ids(self, param: str, ids: Iterable[int]) -> None:
+    def check_ids(self, param: str, ids: Sequence[int]) -> None:
         """Check that every id is a token.
 
         Raises:
             InvalidRequest: One is not.
         """
-        for token_id in ids:
-            if not 0 <= token_id < self._model.vocab_size:
-                raise InvalidRequest(param, f"has a token id outside [0, {self._model.vocab_size})")
+        if ids and not 0 <= min(ids) <= max(ids) < self._model.vocab_size:
+            raise InvalidRequest(param, f"has a token id outside [0, {self._model.vocab_size})")
 
     def _render(self, body: ConversationBody) -> tuple[int, ...]:
         chat = self._model.template.render(
@@ -174,6 +173,8 @@ class Preparer:
                 raise InvalidRequest("prompt", "has no tokens")
             return _Prompt(ids, prompt if body.echo else None, "prompt")
         self.check_ids("prompt", prompt)
+        if len(prompt) >= self._model.max_model_tokens:  # before its text is made for nothing
+            raise PromptTooLong(needed_tokens=len(prompt) + 1, limit_tokens=self._model.max_model_tokens)
         echo = self._model.tokenizer.decode(prompt, skip_special_tokens=True) if body.echo else None
         return _Prompt(prompt, echo, "prompt")
 
@@ -186,7 +187,7 @@ class Preparer:
         num_logprobs: int | None,
         num_prompt_logprobs: int | None,
     ) -> Job:
-        self.check_ids("logit_bias", (token_id for token_id, _ in body.logit_bias))
+        self.check_ids("logit_bias", [token_id for token_id, _ in body.logit_bias])
         self.check_ids("stop_token_ids", body.stop_token_ids)
         answer_id = uuid.uuid4().hex
         choices: list[Choice] = []

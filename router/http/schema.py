@@ -105,7 +105,7 @@ def _is_int(value: object) -> bool:
 
 def _token_ids(value: object) -> tuple[int, ...] | None:
     """Return the ids when ``value`` is a list of integers, else None."""
-    if isinstance(value, list) and all(type(item) is int for item in value):
+    if isinstance(value, list) and set(map(type, value)) <= {int}:
         return tuple(value)
     return None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 
@@ -53,5 +55,6 @@ class TokenizeRoutes:
         body = validate(DetokenizeBody, raw)
         self._preparer.check_model(body.model)
         self._preparer.check_ids("tokens", body.tokens)
-        text = self._model.tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+        decode = self._model.tokenizer.decode
+        text = await asyncio.to_thread(decode, body.tokens, skip_special_tokens=body.skip_special_tokens)
         return JSONResponse({"prompt": text})

@@ -113,6 +113,8 @@ PROMPTS: list[tuple[Any, str]] = [
     ({"prompt": ["a", ""]}, "prompt"),
     ({"prompt": ["a"] * 33}, "prompt"),
     ({"prompt": "a" * MAX_MODEL_TOKENS}, "prompt"),
+    ({"prompt": [7] * 2_500_000, "echo": True}, "prompt"),
+    ({"prompt": [*[7] * 1_000_000, 7.5]}, "prompt"),
     ({"prompt": "a", "logprobs": 21}, "logprobs"),
     ({"prompt": "a", "logprobs": -1}, "logprobs"),
     ({"prompt": "a", "logprobs": True}, "logprobs"),
