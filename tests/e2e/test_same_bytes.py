@@ -1,0 +1,128 @@
+"""The KV a decode worker decodes from is, byte for byte, the KV its prefill worker computed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kv_transfer.config import TransferConfig
+from tests.checkpoints_toy import make_checkpoint
+from tests.system import System, system
+from tests.toys import request
+from twinpool.core.errors import TransferDamaged
+from twinpool.engine.config import EngineConfig
+from twinpool.engine.kv_cache import KVCache
+
+PROMPT = tuple(range(1, 70))  # 69 tokens: not a multiple of any block size used here
+
+
+class RememberingCache(KVCache):
+    """A cache that remembers from and into which blocks transfers went, and can damage what it gives out."""
+
+    last_blocks: tuple[int, ...] = ()
+    damaged_layer: int | None = None
+
+    def read(self, *, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int) -> memoryview:
+        self.last_blocks = tuple(blocks)
+        payload = bytearray(
+            super().read(layer=layer, blocks=blocks, first_token=first_token, num_tokens=num_tokens)
+        )
+        if layer == self.damaged_layer:
+            payload[len(payload) // 2] ^= 1
+        return memoryview(payload)
+
+    def write(
+        self, payload: memoryview, *, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int
+    ) -> None:
+        self.last_blocks = tuple(blocks)
+        super().write(payload, layer=layer, blocks=blocks, first_token=first_token, num_tokens=num_tokens)
+
+    def bytes_of(self, num_tokens: int) -> list[bytes]:
+        """Return the KV of the last sequence that moved, by layer."""
+        return [
+            bytes(
+                KVCache.read(self, layer=layer, blocks=self.last_blocks, first_token=0, num_tokens=num_tokens)
+            )
+            for layer in range(self.layout.num_layers)
+        ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("llama"), "llama", seed=5)
+
+
+@pytest.mark.parametrize("transport", ["loopback", "grpc"])
+@pytest.mark.parametrize(
+    ("chunk_tokens", "block_tokens"), [(0, 16), (7, 8), (16, 16), (17, 32), (32, 8)], ids=str
+)
+def test_kv_on_the_decode_side_is_byte_equal(
+    folder: Path, transport: str, chunk_tokens: int, block_tokens: int
+) -> None:
+    async def scenario() -> None:
+        config = EngineConfig(block_tokens=block_tokens, max_chunk_tokens=chunk_tokens)
+        async with system(
+            folder, prefill=1, decode=1, transport=transport, engine=config, cache_type=RememberingCache
+        ) as pair:
+            await pair.answer(request(PROMPT, max_tokens=3, ignore_eos=True))
+            sent, received = _caches(pair)
+
+            assert sent.bytes_of(len(PROMPT)) == received.bytes_of(len(PROMPT))
+            assert sum(map(len, received.bytes_of(len(PROMPT)))) == len(PROMPT) * sent.layout.token_bytes
+            assert any(any(layer) for layer in received.bytes_of(len(PROMPT)))
+
+    asyncio.run(scenario())
+
+
+def test_the_byte_comparison_sees_one_flipped_bit(folder: Path) -> None:
+    """The comparison above can fail: damage a layer on its way while the checksum is off."""
+
+    async def scenario() -> None:
+        transfer = TransferConfig(checksum=False)
+        async with system(
+            folder, prefill=1, decode=1, transfer=transfer, cache_type=RememberingCache
+        ) as pair:
+            sent, received = _caches(pair)
+            sent.damaged_layer = 1
+            await pair.answer(request(PROMPT, max_tokens=3, ignore_eos=True))
+
+            mine, theirs = sent.bytes_of(len(PROMPT)), received.bytes_of(len(PROMPT))
+            assert mine[0] == theirs[0]
+            assert mine[1] != theirs[1]
+
+    asyncio.run(scenario())
+
+
+def test_damage_on_the_wire_is_noticed_and_never_decoded(folder: Path) -> None:
+    """With the checksum on, a frame that differs from its checksum ends the transfer, every time."""
+
+    async def scenario() -> None:
+        async with system(folder, prefill=1, decode=1) as pair:
+            decode = pair.workers[1]
+            original = decode.receiver.accept
+
+            def accept_damaged(frame: object) -> None:
+                payload = bytearray(frame.payload)  # type: ignore[attr-defined]
+                payload[0] ^= 1
+                object.__setattr__(frame, "payload", memoryview(payload))
+                original(frame)  # type: ignore[arg-type]
+
+            decode.receiver.accept = accept_damaged  # type: ignore[method-assign]
+            with pytest.raises(TransferDamaged, match="wrong checksum"):
+                await pair.answer(request(PROMPT, max_tokens=3, ignore_eos=True))
+            assert decode.receiver.counters.checksum_failures == pair.router.config.max_attempts
+            del decode.receiver.accept  # type: ignore[attr-defined]
+
+            assert len(await pair.answer(request(PROMPT, max_tokens=3, ignore_eos=True))) == 3
+            assert (await pair.settled())["ok"]
+
+    asyncio.run(scenario())
+
+
+def _caches(pair: System) -> tuple[RememberingCache, RememberingCache]:
+    sent, received = (worker.cache for worker in pair.workers)
+    assert isinstance(sent, RememberingCache) and isinstance(received, RememberingCache)
+    return sent, received
