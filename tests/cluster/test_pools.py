@@ -20,6 +20,7 @@ class FakeMachines:
         self.room = room
         self.states: dict[Life, LifeState] = {}
         self.stopping: set[Life] = set()
+        self.forgotten: list[str] = []
 
     def start(self, lives: Sequence[Life]) -> Mapping[str, str]:
         why_not = {}
@@ -39,6 +40,10 @@ class FakeMachines:
 
     def state(self, life: Life) -> LifeState:
         return self.states[life]
+
+    def forget(self, worker_id: str) -> None:
+        assert all(life.worker_id != worker_id for life in self.live()), f"{worker_id} still runs"
+        self.forgotten.append(worker_id)
 
     def live(self) -> list[Life]:
         return [life for life, state in self.states.items() if state.phase is not Phase.ENDED]
@@ -212,6 +217,7 @@ def test_nothing_wanted_and_nothing_running_is_empty() -> None:
     pools.tick()
 
     assert pools.is_empty
+    assert machines.forgotten == ["prefill-0", "decode-0"]
 
 
 EVENTS = st.one_of(

@@ -60,6 +60,10 @@ class Machines(Protocol):
         """Tell where a life is; one that ended stays ``ENDED``."""
         ...
 
+    def forget(self, worker_id: str) -> None:
+        """Take note that a worker has ended and is not wanted any more: its room may go to others."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backoff:
@@ -147,6 +151,7 @@ class Pools:
                 self._stop(slot)
             elif worker_id not in wanted:
                 del self._slots[worker_id]
+                self._machines.forget(worker_id)
         for worker_id, role in wanted.items():
             self._slots.setdefault(worker_id, _Slot(worker_id, role))
         self._start([slot for slot in self._slots.values() if slot.may_start(now_s)], now_s)

@@ -1,6 +1,8 @@
 """From YAML to frozen dataclasses and back, strictly: what is not understood is refused with its path.
 
 Knows field types and nothing of what the settings mean; a dataclass checks its own values when it is built.
+A field that takes no part in comparisons (``compare=False``) is wiring and no setting: it is never read or
+written here.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def bind(kind: type[T], value: object, path: str = "") -> T:
     """
     if not isinstance(value, Mapping):
         raise ConfigError(path or "config", f"is a {_yaml_name(value)}, not a mapping")
-    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.compare}  # type: ignore[arg-type]
     hints = typing.get_type_hints(kind)
     for key in value:
         if key not in fields:
@@ -82,7 +84,8 @@ def bind(kind: type[T], value: object, path: str = "") -> T:
 def unbind(value: object) -> Any:
     """Return ``value`` as YAML can hold it: ``bind`` of the result gives an equal value."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: unbind(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        settings = [field.name for field in dataclasses.fields(value) if field.compare]
+        return {name: unbind(getattr(value, name)) for name in settings}
     if isinstance(value, Mapping):
         return {str(key): unbind(item) for key, item in value.items()}
     if isinstance(value, tuple | list):

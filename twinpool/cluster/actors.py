@@ -1,0 +1,46 @@
+"""The Ray actor that stands for one worker: it runs the worker as its child and passes on what it says.
+
+Ray chooses the machine and the GPUs; the worker itself has no Ray in it, so that a lost head node or a
+restarting control store disturbs no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import replace
+
+import ray.util
+
+from twinpool.cluster.child import WorkerProcess
+from twinpool.cluster.config import WorkerConfig
+from twinpool.cluster.pools import LifeState
+
+
+class WorkerActor:
+    """Runs one life of one worker; made into an actor by the controller.
+
+    Args:
+        config: What the worker is told.
+        is_local: All of Ray is on this machine, so that loopback is enough.
+        command: The program of a worker; the worker itself if None.
+    """
+
+    def __init__(self, config: WorkerConfig, is_local: bool, command: tuple[str, ...] | None) -> None:
+        host = config.host if is_local else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        transfer = config.transfer if is_local else replace(config.transfer, listen=f"{host}:0")
+        # The raylet is this process's parent.  While it lives, a worker without its actor is a leftover.
+        self._worker = WorkerProcess(
+            replace(config, host=host, transfer=transfer, supervisor_pid=os.getppid()), command=command
+        )
+        self._running: asyncio.Task[None] | None = None
+
+    async def next_state(self, seen: LifeState | None) -> LifeState:
+        """Return the worker's state as soon as it differs from ``seen``; the first call starts the worker."""
+        if self._running is None:
+            self._running = asyncio.create_task(self._worker.run())
+        return await self._worker.next_state(seen)
+
+    async def stop(self, drain_s: float) -> None:
+        """Let the worker drain and end."""
+        await self._worker.stop(drain_s=drain_s)

@@ -1,0 +1,179 @@
+"""The process between a server and Ray: it owns every process and file of a deployment, and ends them all.
+
+    server --- stdin: AgentSpec, then {"op": ...} lines ---> agent ---> Ray driver ---> Ray ---> workers
+           <-- stdout: {"event": ...} lines ----------------
+
+Whatever the driver starts descends from the agent, which adopts orphans, so the end is certain: when the
+server says ``stop`` or is gone, the driver may drain the workers, then all that is left is killed and the one
+folder Ray wrote to is removed.  If Ray dies instead, the workers live on without it; the agent starts Ray
+again, and each new worker takes the place of its earlier life when it joins the router.
+
+The agent is in a session of its own: neither Ctrl-C nor the server's death keeps it from cleaning up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import IO, Any
+
+from twinpool.cluster.config import DeploymentConfig, WorkerConfig
+from twinpool.cluster.local_ray import (
+    OwnedFolder,
+    adopt_orphans,
+    is_of_ray,
+    kill_descendants,
+    local_ray_environment,
+    remove_abandoned_folders,
+)
+from twinpool.cluster.ray_driver import FAILED, DriverSpec
+from twinpool.core.config import bind, unbind
+
+_RESTART_AFTER_S = 1.0
+_MAX_RESTART_S = 30.0
+_MAX_FIRST_TRIES = 3  # a driver that crashes before there was any worker is started so often
+_GONE_LIMIT_S = 6.0  # for the driver's own clean-up once the server is gone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSpec:
+    """What an agent is told at its start."""
+
+    name: str  # of the deployment, unlike any other
+    config: DeploymentConfig
+    worker: WorkerConfig  # of every worker, but for its id, role and generation
+    worker_command: tuple[str, ...] | None = None  # the program of a worker; null: the worker itself
+
+
+def main() -> None:
+    """Run until the server says ``stop`` or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    adopt_orphans()
+    remove_abandoned_folders()
+    spec = bind(AgentSpec, json.loads(sys.stdin.readline()))
+    try:
+        code = _Agent(spec).run()
+    finally:
+        kill_descendants()
+    sys.exit(code)
+
+
+class _Agent:
+    def __init__(self, spec: AgentSpec) -> None:
+        self._spec = spec
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # from the server; None: it is gone
+        self._scaled: list[str] = []  # ops that a restarted driver must hear again
+        self._has_workers = False
+        self._is_ending = False
+
+    def run(self) -> int:
+        threading.Thread(target=self._follow_server, daemon=True, name="server").start()
+        num_crashes, pause_s = 0, _RESTART_AFTER_S
+        while True:
+            folder = OwnedFolder.make()
+            try:
+                code = self._run_driver(folder)
+            finally:
+                # Ray's processes only: workers that lost Ray go on.
+                kill_descendants(only=is_of_ray)
+                folder.remove()
+            if code == 0 or self._is_ending:
+                kill_descendants()
+                self._tell("stopped")
+                return 0
+            if code == FAILED:
+                return 1
+            num_crashes += 1
+            if not self._has_workers and num_crashes >= _MAX_FIRST_TRIES:
+                self._tell("failed", text=f"Ray ended {num_crashes} times while it started (exit {code})")
+                return 1
+            self._tell("away", text=f"Ray is gone (its driver ended with {code}); starting it again")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_RESTART_S)
+
+    def _run_driver(self, folder: OwnedFolder) -> int:
+        spec = DriverSpec(
+            name=self._spec.name,
+            config=self._spec.config,
+            worker=self._spec.worker,
+            folder=folder.path,
+            worker_command=self._spec.worker_command,
+        )
+        is_local = self._spec.config.ray_address is None
+        driver = subprocess.Popen(
+            [sys.executable, "-m", "twinpool.cluster.ray_driver"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env=os.environ | (local_ray_environment() if is_local else {}),
+        )
+        assert driver.stdin is not None and driver.stdout is not None
+        relay = threading.Thread(target=self._relay, args=(driver.stdout,), daemon=True, name="events")
+        relay.start()
+        _write(driver.stdin, json.dumps(unbind(spec)) + "\n")
+        for line in self._scaled:
+            _write(driver.stdin, line)
+        self._serve(driver, driver.stdin)
+        relay.join(timeout=1.0)
+        return driver.returncode
+
+    def _serve(self, driver: subprocess.Popen[str], stdin: IO[str]) -> None:
+        """Pass ops on until the driver has ended; a driver that outlives the server for long is killed."""
+        gone_s: float | None = None
+        while driver.poll() is None:
+            try:
+                line = self._lines.get(timeout=0.1)
+            except queue.Empty:
+                if gone_s is not None and time.monotonic() - gone_s > _GONE_LIMIT_S:
+                    driver.kill()
+                continue
+            if line is None:
+                self._is_ending = True
+                gone_s = time.monotonic()
+                stdin.close()
+                if not self._has_workers:
+                    driver.kill()
+                continue
+            op = json.loads(line)["op"]
+            self._is_ending = self._is_ending or op == "stop"
+            if op == "stop" and not self._has_workers:
+                driver.kill()
+            if op == "scale":
+                self._scaled.append(line)
+            _write(stdin, line)
+
+    def _follow_server(self) -> None:
+        for line in sys.stdin:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def _relay(self, events: IO[str]) -> None:
+        for line in events:
+            self._has_workers = self._has_workers or '"event": "workers"' in line
+            _write(sys.stdout, line)
+
+    def _tell(self, event: str, **fields: Any) -> None:
+        _write(sys.stdout, json.dumps({"event": event, **fields}) + "\n")
+
+
+def _write(stream: IO[str], line: str) -> None:
+    """Write a line; a reader that is gone is noticed elsewhere."""
+    try:
+        stream.write(line)
+        stream.flush()
+    except (OSError, ValueError):
+        if stream is sys.stdout:
+            # Python would complain about it once more at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""What a deployment is: a model, its pools, and every limit of its parts.
+
+Read from YAML and options by ``twinpool.core.config``.  Colocated and disaggregated serving differ in the
+number of workers per pool and in nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from kv_transfer.config import TransferConfig
+from router.config import RouterConfig
+from router.http.config import HTTPConfig
+from twinpool.core.errors import ConfigError
+from twinpool.core.ports import Role
+from twinpool.engine.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """The workers of one role."""
+
+    workers: int = 0
+    num_cpus: float = 1.0  # what Ray sets aside for each worker
+    num_gpus: float | None = None  # per worker; null: 1 on device cuda, 0 on cpu; 0.5 lets two share one
+
+    def __post_init__(self) -> None:
+        if self.workers < 0:
+            raise ConfigError("pools", f"{self.workers} workers are less than 0")
+        if self.num_cpus < 0 or (self.num_gpus or 0) < 0:
+            raise ConfigError("pools", "num_cpus and num_gpus are at least 0")
+        if not self.num_cpus and self.num_gpus == 0:
+            raise ConfigError("pools", "a worker needs some CPU or GPU")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolsConfig:
+    """How many workers of each role; either colocated ones, or prefill and decode ones."""
+
+    prefill: PoolConfig = PoolConfig(workers=1)
+    decode: PoolConfig = PoolConfig(workers=1)
+    colocated: PoolConfig = PoolConfig()
+
+    def __post_init__(self) -> None:
+        split = self.prefill.workers + self.decode.workers
+        if self.colocated.workers and split:
+            raise ConfigError("pools", f"{self.colocated.workers} colocated workers beside {split} others")
+        if not self.colocated.workers and not (self.prefill.workers and self.decode.workers):
+            raise ConfigError(
+                "pools",
+                f"{self.prefill.workers} prefill, {self.decode.workers} decode and no colocated workers "
+                "cannot answer",
+            )
+
+    def by_role(self) -> dict[Role, PoolConfig]:
+        """Return the pools by role."""
+        return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.COLOCATED: self.colocated}
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of all roles."""
+        return sum(pool.workers for pool in self.by_role().values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeoutsConfig:
+    """How long the parts of a deployment may take to start and to end."""
+
+    ray_start_s: float = 180.0
+    worker_start_s: float = 600.0  # from the start of a worker to the moment the router takes it
+    drain_s: float = 30.0  # for what runs when a worker or the whole deployment is asked to end
+    orphan_s: float = 6.0  # a worker that cannot reach its router for so long ends
+
+    def __post_init__(self) -> None:
+        for name in ("ray_start_s", "worker_start_s", "orphan_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"timeouts.{name}", f"{getattr(self, name)} is not above 0")
+        if self.drain_s < 0:
+            raise ConfigError("timeouts.drain_s", f"{self.drain_s} is less than 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What every worker of a deployment loads, and how."""
+
+    model: str = "smollm2-135m-instruct"  # the alias, a folder, a .gguf file or a hub id
+    model_name: str | None = None  # what clients call it; null: after the model
+    device: str = "cpu"  # cpu, cuda or cuda:N
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on cpu
+    kv_memory: str | None = None  # of each worker's KV cache, as in 2GiB; null: from what is free
+    threads: int = 0  # per worker, on cpu; 0: the machine's cores shared among its workers
+
+    def __post_init__(self) -> None:
+        if self.threads < 0:
+            raise ConfigError("threads", f"{self.threads} is less than 0")
+        if self.device.split(":")[0] not in ("cpu", "cuda"):
+            raise ConfigError("device", f"{self.device} is none of cpu, cuda, cuda:N")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentConfig(ModelConfig):
+    """Everything `twinpool serve` is told."""
+
+    pools: PoolsConfig = PoolsConfig()
+    placement: Literal["PACK", "SPREAD"] = "PACK"  # of a pool's workers on the machines of the cluster
+    ray_address: str | None = None  # null: start Ray here, for this deployment alone
+    join_host: str = "127.0.0.1"  # where workers find the router; an address of this machine
+    join_port: int = 0  # 0 takes a free one
+    without_ray: bool = False  # start no workers; they are started elsewhere with `twinpool worker --join`
+    http: HTTPConfig = field(default_factory=HTTPConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+
+    def __post_init__(self) -> None:
+        super(DeploymentConfig, self).__post_init__()
+        for name in ("model", "needs_prefill"):
+            if getattr(self.router, name) != getattr(RouterConfig(), name):
+                raise ConfigError(f"router.{name}", "follows from model_name and pools")
+
+    def router_config(self, *, model_name: str) -> RouterConfig:
+        """Return the router's settings with what follows from the rest."""
+        return replace(self.router, model=model_name, needs_prefill=not self.pools.colocated.workers)
+
+    def resources(self, role: Role) -> Mapping[str, float]:
+        """Return what Ray sets aside for one worker of ``role``, without zeros."""
+        pool = self.pools.by_role()[role]
+        default_gpus = 1.0 if self.device.startswith("cuda") else 0.0
+        gpus = default_gpus if pool.num_gpus is None else pool.num_gpus
+        return {name: amount for name, amount in (("CPU", pool.num_cpus), ("GPU", gpus)) if amount}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig(ModelConfig):
+    """Everything one worker process is told; ``model`` is a folder and ``model_name`` is set."""
+
+    worker_id: str
+    role: Role
+    generation: int
+    join: str  # HOST:PORT of the router
+    host: str = "127.0.0.1"  # an address of this machine that the router and other workers reach
+    port: int = 0  # of its gRPC services; 0 takes a free one
+    num_neighbours: int = 0  # other workers of the deployment that may share this machine
+    drain_s: float = 30.0
+    orphan_s: float | None = None  # null: keep trying to join for ever
+    supervisor_pid: int | None = None  # while this process lives, the worker ends with its parent
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)

@@ -1,0 +1,104 @@
+"""The detached actor that keeps one deployment's workers running.
+
+It looks twice a second at what is wanted and what runs (``Pools``) and has Ray start or end the
+difference.  No request passes here; workers join the router by themselves.  Whoever owns the deployment
+calls ``sync`` all the time; when the calls stop, the owner is gone and everything ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import ray
+
+from twinpool.cluster.config import DeploymentConfig, WorkerConfig
+from twinpool.cluster.pools import Pools, WorkerReport
+from twinpool.cluster.ray_machines import RayMachines
+from twinpool.core.clock import SystemClock
+from twinpool.core.ports import Role
+
+NAMESPACE = "twinpool"
+_TICK_S = 0.25
+
+_log = logging.getLogger("twinpool.controller")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerSpec:
+    """What a controller needs to know."""
+
+    name: str  # of the deployment
+    config: DeploymentConfig
+    worker: WorkerConfig  # of every worker, but for its id, role and generation
+    worker_command: tuple[str, ...] | None = None  # the program of a worker; None: the worker itself
+    is_local: bool  # Ray was started for this deployment, on this machine
+    owner_timeout_s: float = 8.0  # without a call of the owner for so long everything ends
+
+
+class Controller:
+    """One deployment's pools on Ray; all methods are called through Ray."""
+
+    def __init__(self, spec: ControllerSpec) -> None:
+        self._spec = spec
+        self._clock = SystemClock()
+        self._heard_s = self._clock.now_s()
+        self._wanted: dict[Role, int] = {}
+        self._to_replace: list[str] = []
+        self._reports: tuple[WorkerReport, ...] = ()
+        self._is_empty = False
+        self._running: asyncio.Task[None] | None = None
+
+    async def sync(self, wanted: Mapping[Role, int]) -> tuple[WorkerReport, ...]:
+        """Say how many workers are wanted, and that the owner lives; return how the workers are."""
+        self._heard_s = self._clock.now_s()
+        self._wanted = dict(wanted)
+        if self._running is None:
+            self._running = asyncio.create_task(self._run())
+        return self._reports
+
+    async def replace(self, worker_id: str) -> None:
+        """Drain one worker and start its next life."""
+        self._to_replace.append(worker_id)
+
+    async def finish(self) -> None:
+        """Drain every worker; returns when none runs."""
+        self._wanted = {}
+        while self._running is not None and not self._is_empty:
+            self._heard_s = self._clock.now_s()
+            await asyncio.sleep(_TICK_S / 4)
+
+    async def _run(self) -> None:
+        machines = RayMachines(self._spec, asyncio.get_running_loop())
+        # A controller that Ray restarts knows nothing of its earlier lives; the time orders them.
+        pools = Pools(
+            {},
+            machines,
+            self._clock,
+            first_generation=time.time_ns() // 1_000_000,
+            start_timeout_s=self._spec.config.timeouts.worker_start_s,
+        )
+        while True:
+            # Ray's calls block, for as long as its control store is away; so they have a thread.
+            await asyncio.to_thread(self._tick, pools)
+            if not self._wanted and pools.is_empty:
+                self._is_empty = True
+            if self._clock.now_s() - self._heard_s > self._spec.owner_timeout_s:
+                _log.error("the owner of %s is gone", self._spec.name)
+                await asyncio.to_thread(machines.close)
+                ray.kill(ray.get_runtime_context().current_actor)
+            await asyncio.sleep(_TICK_S)
+
+    def _tick(self, pools: Pools) -> None:
+        for role in Role:
+            pools.scale(role, self._wanted.get(role, 0))
+        while self._to_replace:
+            pools.replace(self._to_replace.pop())
+        try:
+            pools.tick()
+        except ray.exceptions.RayError as error:  # the control store is away; the next tick tries again
+            _log.warning("%s: %s", type(error).__name__, error)
+        self._reports = pools.report()
