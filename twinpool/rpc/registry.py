@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc.aio
 
-from twinpool.core.errors import ConfigError, InvalidRequest, Unavailable
+from twinpool.core.errors import ConfigError, InvalidRequest, ServingError, Unavailable
 from twinpool.core.ports import WorkerInfo, WorkerLoad
 from twinpool.pb import registry_pb2, registry_pb2_grpc
 from twinpool.rpc import codec
 from twinpool.rpc.limits import MAX_JOIN_BYTES, server_options
 from twinpool.rpc.serving import EOF, Context, bind, join_address, one_call
+
+STOP_GRACE_S = 1.0  # for the workers to take the goodbye
 
 
 class Members(Protocol):
@@ -93,16 +95,16 @@ class RegistryServer:
 
     async def stop(self) -> None:
         """Let every worker go; they try again until a router answers."""
-        await self._server.stop(None)
-        self._registry.end_all("the router stops")
+        self._registry.end_all()
+        await self._server.stop(STOP_GRACE_S)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Life:
-    """One worker's stay, until its stream ends or a newer life of the same worker replaces it."""
+    """One worker's stay, until its stream ends or ``ending`` gets what to tell the worker."""
 
     info: WorkerInfo
-    replaced: asyncio.Event
+    ending: asyncio.Future[ServingError]
 
 
 class _Registry(registry_pb2_grpc.RegistryServicer):
@@ -120,10 +122,11 @@ class _Registry(registry_pb2_grpc.RegistryServicer):
             finally:
                 self._end(life, "its stream ended")
 
-    def end_all(self, reason: str) -> None:
-        """Tell that every stay is over."""
+    def end_all(self) -> None:
+        """End every stay."""
         for life in tuple(self._lives.values()):
-            self._end(life, reason)
+            life.ending.set_result(Unavailable("the router stops"))
+            self._end(life, "the router stops")
 
     async def _read_info(self, context: Context) -> WorkerInfo:
         try:
@@ -141,32 +144,31 @@ class _Registry(registry_pb2_grpc.RegistryServicer):
         if earlier is not None:
             if info.generation < earlier.info.generation:
                 raise _replaced_by(earlier.info)
-            earlier.replaced.set()
+            earlier.ending.set_result(_replaced_by(info))
             self._end(earlier, f"generation {info.generation} of it joined")
         if len(self._lives) >= self._config.max_workers:
             raise Unavailable(f"{len(self._lives)} workers have joined, more are not taken")
         self._members.joined(info)
-        life = _Life(info, asyncio.Event())
+        life = _Life(info, asyncio.get_running_loop().create_future())
         self._lives[info.worker_id] = life
         return life
 
     async def _listen(self, life: _Life, context: Context) -> None:
-        """Pass on every sign of life until the stream ends.
+        """Pass on every sign of life until the stream ends, or the stay does.
 
         Raises:
-            ConfigError: A newer life of the worker has taken its place; this one must not come back.
+            ServingError: What ended the stay.
         """
         reading = asyncio.ensure_future(self._read_loads(life.info, context))
-        replacing = asyncio.ensure_future(life.replaced.wait())
         try:
-            await asyncio.wait({reading, replacing}, return_when=asyncio.FIRST_COMPLETED)
-            if life.replaced.is_set():
-                raise _replaced_by(life.info)
+            ends: set[asyncio.Future[Any]] = {reading, life.ending}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if life.ending.done():
+                raise life.ending.result()
             reading.result()
         finally:
             reading.cancel()
-            replacing.cancel()
-            await asyncio.gather(reading, replacing, return_exceptions=True)
+            await asyncio.gather(reading, return_exceptions=True)
 
     async def _read_loads(self, info: WorkerInfo, context: Context) -> None:
         while (message := await context.read()) is not EOF:
@@ -183,5 +185,5 @@ class _Registry(registry_pb2_grpc.RegistryServicer):
 
 def _replaced_by(info: WorkerInfo) -> ConfigError:
     return ConfigError(
-        "--worker-id", f"{info.worker_id} has joined again since, with generation {info.generation} or later"
+        "--worker-id", f"{info.worker_id} has joined again since, with generation {info.generation}"
     )

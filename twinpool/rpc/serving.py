@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -43,8 +44,8 @@ async def one_call(context: Context) -> AsyncIterator[None]:
         yield
     except ServingError as error:
         await abort_with(context, error)
-    except grpc.aio.BaseError:
-        raise
+    except grpc.aio.InternalError:  # a write to a peer that is gone; gRPC cancels the call as well
+        raise asyncio.CancelledError from None
     except Exception as error:  # noqa: BLE001 - the top of one call
         _log.exception("a call failed")
         await abort_with(context, InternalError(f"the worker failed with {type(error).__name__}"))
