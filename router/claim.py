@@ -36,6 +36,7 @@ class Claim:
         self.reserving: asyncio.Future[KVTicket] | None = None
         self.reserved_s = 0.0  # on the request's timeline
         self.asked: tuple[WorkerHandle, ...] = ()  # who is to blame if the current wait fails
+        self.has_answered = False  # a token came: whatever ends the attempt now is a failure, no refusal
         self._num_tokens = request.num_tokens + 1
         self._on_freed = on_freed
         self._holding = [handle for handle in (prefill, decode) if handle is not None]

@@ -20,7 +20,7 @@ from router.guard import Deadline, Guard, guarded_stream
 from router.log import RequestLog
 from router.metrics import RouterMetrics
 from router.policy import RoutingPolicy, load_policy
-from router.tries import REFUSALS, Tries
+from router.tries import Tries, is_refusal
 from router.workers import WorkerHandle, WorkerPool, WorkerState
 from twinpool.core.clock import Clock
 from twinpool.core.errors import (
@@ -179,6 +179,7 @@ class Router:
                 ):
                     async for output in outputs:
                         check_index(output, expected=len(request.output_ids) + len(sent))
+                        claim.has_answered = True
                         sent.append(output)
                         yield output
                         if output.finish is not None:
@@ -186,7 +187,9 @@ class Router:
                     raise WorkerLost(claim.asked[0].worker_id, "its stream ended before the answer did")
             except ServingError as error:
                 journey.tries.failed(error, claim)
-                self._note_retry(error, journey, num_sent=len(sent))
+                if not is_refusal(error, claim):
+                    journey.patience = self._patience()
+                self._note_retry(error, timeline, num_sent=len(sent))
 
     async def _attempt(
         self, request: Request, claim: Claim, journey: Journey
@@ -355,12 +358,10 @@ class Router:
                 cached_tokens=report.cached_tokens,
             )
 
-    def _note_retry(self, error: ServingError, journey: Journey, *, num_sent: int) -> None:
+    def _note_retry(self, error: ServingError, timeline: RequestTimeline, *, num_sent: int) -> None:
         reason = type(error).__name__
-        if not isinstance(error, REFUSALS):
-            journey.patience = self._patience()
         self.metrics.retried(reason)
-        journey.timeline.event("retry", reason=reason, error=str(error), num_sent=num_sent)
+        timeline.event("retry", reason=reason, error=str(error), num_sent=num_sent)
 
     def _check(self, request: Request) -> None:
         if self._is_draining:

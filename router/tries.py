@@ -17,7 +17,7 @@ from twinpool.core.errors import (
 )
 
 REFUSALS = (NoFreeBlocks, QueueFull, WorkerDraining)
-"""The worker had no room and did nothing; asking elsewhere or later is not another attempt."""
+"""Before the first token: the worker had no room and did nothing, so asking again is not another attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Tries:
             error = WorkerLost(claim.asked[0].worker_id, f"it gave the request up: {error}")
         if not error.retryable:
             raise error
-        if isinstance(error, REFUSALS):
+        if is_refusal(error, claim):
             for handle in claim.asked:
                 self._refusals[handle.worker_id] = _Mark(handle, handle.num_changes)
             return
@@ -82,6 +82,11 @@ class Tries:
         """Return whether the worker refused this answer and nothing has changed there since."""
         mark = self._refusals.get(handle.worker_id)
         return mark is not None and mark.handle is handle and mark.count == handle.num_changes
+
+
+def is_refusal(error: ServingError, claim: Claim) -> bool:
+    """Return whether a worker only had no room, so that nothing was lost but time."""
+    return isinstance(error, REFUSALS) and not claim.has_answered
 
 
 def suspects(error: ServingError, claim: Claim) -> tuple[WorkerHandle, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from router.config import RouterConfig
 from router.router import Router
-from router.workers import WorkerPool, WorkerPorts
+from router.workers import WorkerPool, WorkerPorts, WorkerState
 from tests.toys import layout
 from twinpool.core.clock import Clock, SystemClock
 from twinpool.core.errors import NoFreeBlocks, TransferRefused, WorkerDraining, WorkerLost
@@ -285,6 +285,15 @@ class World:
             if not worker.is_dead and worker.thawed.is_set():
                 self.pool.heard(worker.info.worker_id, worker.info.generation, worker.load())
 
+    async def until(self, worker_id: str, state: WorkerState) -> None:
+        """Wait until the pool thinks so of a worker."""
+        changed = asyncio.Event()
+        self.pool.subscribe(lambda _: changed.set())
+        async with asyncio.timeout(10.0):
+            while (handle := self.pool.get(worker_id)) is None or handle.state is not state:
+                await changed.wait()
+                changed.clear()
+
     def timeline(self, request: Request) -> RequestTimeline:
         return RequestTimeline(request.request_id, self.clock)
 
@@ -334,10 +343,10 @@ async def running(world: World) -> AsyncIterator[World]:
 
 
 def fast_config(**changes: object) -> RouterConfig:
-    """Limits for tests: a heartbeat of 10 ms, a worker is frozen after 80 ms."""
+    """Limits for tests: a heartbeat of 10 ms, a worker is frozen after 300 ms."""
     values: dict[str, object] = {
         "heartbeat_s": 0.01,
-        "lost_after_s": 0.08,
+        "lost_after_s": 0.3,
         "queue_timeout_s": 5.0,
         "release_timeout_s": 1.0,
         "audit_timeout_s": 0.2,

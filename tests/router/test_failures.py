@@ -8,6 +8,7 @@ from contextlib import aclosing, suppress
 
 import pytest
 
+from router.workers import EventKind, WorkerState
 from tests.router.fakes import FakeWorker, World, answer, colocated, disaggregated, fast_config, running
 from tests.toys import request
 from twinpool.core.errors import (
@@ -17,6 +18,7 @@ from twinpool.core.errors import (
     ServingError,
     TransferDamaged,
     TransferRefused,
+    WorkerDraining,
     WorkerLost,
 )
 from twinpool.core.ports import Role
@@ -92,9 +94,45 @@ def test_a_prefill_worker_that_dies_with_kv_still_to_send_costs_no_lease() -> No
                 sender.die()
 
             world.workers["decode-0"].hooks["resume"] = kill_sender
-            assert await asyncio.wait_for(world.ask(QUESTION), 2.0) == answer(QUESTION)
+            assert await asyncio.wait_for(world.ask(QUESTION), 10.0) == answer(QUESTION)
             assert len(killed) == 1
             assert_survivors_at_rest(world, killed)
+
+    asyncio.run(main())
+
+
+def test_a_decode_worker_that_dies_while_the_prompt_is_computed_ends_the_attempt_at_once() -> None:
+    async def main() -> None:
+        async with running(disaggregated(num_decode=2)) as world:
+            prefill = world.workers["prefill-0"]
+
+            async def kill_holder_and_stall() -> None:
+                if prefill.calls.count("prefill") == 1:
+                    next(w for w in world.all_workers if w.reservations).die()
+                    await prefill.stall()
+
+            prefill.hooks["prefill"] = kill_holder_and_stall
+            assert await asyncio.wait_for(world.ask(QUESTION), 10.0) == answer(QUESTION)
+            assert prefill.calls.count("prefill") == 2
+            world.assert_at_rest()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [WorkerLost("colocated-0", "reset"), WorkerDraining("its drain is over")])
+def test_an_attempt_that_ran_for_long_does_not_use_up_the_patience_of_the_next(error: ServingError) -> None:
+    async def main() -> None:
+        async with running(colocated(fast_config(needs_prefill=False, queue_timeout_s=0.3))) as world:
+            worker = world.workers["colocated-0"]
+
+            async def fail_late() -> None:
+                if worker.calls.count("token") == 3:
+                    await asyncio.sleep(0.4)
+                    raise error
+
+            worker.hooks["token"] = fail_late
+            assert await world.ask(QUESTION) == answer(QUESTION)
+            world.assert_at_rest()
 
     asyncio.run(main())
 
@@ -116,7 +154,10 @@ def test_the_only_decode_worker_dies_and_its_successor_goes_on() -> None:
     async def main() -> None:
         async with running(disaggregated()) as world:
             hit = once(world, Role.DECODE, "token", "die", after=3)
+            lost = asyncio.Event()
+            world.pool.subscribe(lambda event: lost.set() if event.kind is EventKind.LOST else None)
             asking = asyncio.create_task(world.ask(QUESTION))
+            await lost.wait()
             await asyncio.sleep(0.05)
             assert len(hit) == 1
             assert not asking.done()
@@ -183,13 +224,12 @@ def test_a_frozen_worker_is_noticed_avoided_and_used_again_when_it_speaks() -> N
         async with running(disaggregated(num_decode=2)) as world:
             frozen = world.workers["decode-0"]
             frozen.freeze()
-            await asyncio.sleep(0.2)
-            assert {h.worker_id: h.state.value for h in world.pool.handles}["decode-0"] == "frozen"
+            await world.until("decode-0", WorkerState.FROZEN)
             before = len(frozen.calls)
             assert await asyncio.gather(*(world.ask(QUESTION) for _ in range(4))) == [answer(QUESTION)] * 4
             assert len(frozen.calls) == before
             frozen.thaw()
-            await asyncio.sleep(0.05)
+            await world.until("decode-0", WorkerState.READY)
             await asyncio.gather(*(world.ask(QUESTION) for _ in range(4)))
             assert len(frozen.calls) > before
             world.assert_at_rest()
@@ -201,10 +241,10 @@ def test_freezing_the_only_decode_worker_makes_the_router_not_ready_until_it_spe
     async def main() -> None:
         async with running(disaggregated()) as world:
             world.workers["decode-0"].freeze()
-            await asyncio.sleep(0.2)
+            await world.until("decode-0", WorkerState.FROZEN)
             assert not world.router.is_ready
             world.workers["decode-0"].thaw()
-            assert await world.pool.wait_ready(timeout_s=1.0)
+            assert await world.pool.wait_ready(timeout_s=10.0)
             assert await world.ask(QUESTION) == answer(QUESTION)
 
     asyncio.run(main())
