@@ -13,8 +13,9 @@ MAX_REQUEST_BYTES = 16 * 2**20  # into a worker
 MAX_ANSWER_BYTES = 64 * 2**20  # out of a worker
 MAX_JOIN_BYTES = 2**20  # a worker's info or load
 
-KEEPALIVE_S = 5.0  # an idle connection is asked for a sign of life so often
-KEEPALIVE_TIMEOUT_S = 5.0  # and is given up without one
+# A frozen process or a cut cable shows as silence.  gRPC's own threads answer, whatever Python does.
+KEEPALIVE_S = 2.0  # a silent connection is asked for a sign of life so often
+KEEPALIVE_TIMEOUT_S = 4.0  # and is given up without one
 CONNECT_TIMEOUT_S = 3.0
 MAX_RECONNECT_S = 1.0  # longest pause between two attempts to connect
 
@@ -57,5 +58,6 @@ def _keepalive() -> Options:
     return (
         ("grpc.keepalive_time_ms", round(KEEPALIVE_S * 1000)),
         ("grpc.keepalive_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
+        ("grpc.http2.ping_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
         ("grpc.http2.max_pings_without_data", 0),
     )
