@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 
 from starlette.requests import Request as HTTPRequest
@@ -20,10 +21,12 @@ class AdminRoutes:
 
     Args:
         router: What is looked at.
+        deployment: Tells of the workers that are wanted.
     """
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, deployment: Callable[[], Mapping[str, object]]) -> None:
         self._router = router
+        self._deployment = deployment
 
     async def health(self, _: HTTPRequest) -> Response:
         """Say that the process lives."""
@@ -46,6 +49,10 @@ class AdminRoutes:
     async def workers(self, _: HTTPRequest) -> Response:
         """List the members of the pool."""
         return JSONResponse([_describe(handle) for handle in self._router.pool.handles])
+
+    async def deployment(self, _: HTTPRequest) -> Response:
+        """Tell of the workers that are wanted, those that cannot be placed included."""
+        return JSONResponse(self._deployment())
 
     async def audit(self, _: HTTPRequest) -> Response:
         """Ask every worker for its books."""

@@ -39,6 +39,7 @@ class Answer:
     texts: list[str] = field(default_factory=list)
     entries: list[TokenEntry] = field(default_factory=list)
     num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
 
@@ -47,6 +48,7 @@ class Answer:
         self.texts.append(delta.text)
         self.entries.extend(delta.entries)
         self.num_tokens = delta.num_tokens
+        self.token_ids.extend(delta.token_ids)
         self.finish = delta.finish
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs

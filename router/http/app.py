@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
@@ -26,7 +26,12 @@ from router.router import Router
 
 
 def create_app(
-    router: Router, model: ServedModel, config: HTTPConfig, *, entropy: random.Random | None = None
+    router: Router,
+    model: ServedModel,
+    config: HTTPConfig,
+    *,
+    entropy: random.Random | None = None,
+    deployment: Callable[[], Mapping[str, object]] = dict,
 ) -> ASGIApp:
     """Build the HTTP application.
 
@@ -35,6 +40,7 @@ def create_app(
         model: What is served.
         config: Limits and the API key.
         entropy: Gives the seeds of requests that name none; the machine's own by default.
+        deployment: Tells of the workers that are wanted, as JSON values; nothing by default.
     """
     preparer = Preparer(
         model,
@@ -43,7 +49,7 @@ def create_app(
         timeout_s=router.config.request_timeout_s,
         entropy=entropy or random.SystemRandom(),
     )
-    admin, models = AdminRoutes(router), ModelRoutes(model)
+    admin, models = AdminRoutes(router, deployment), ModelRoutes(model)
     tokenize = TokenizeRoutes(model, preparer, config)
     routes = [
         Route("/v1/completions", _completions(router, model, config, preparer), methods=["POST"]),
@@ -57,6 +63,7 @@ def create_app(
         Route("/metrics", admin.metrics, methods=["GET"]),
         Route("/version", admin.version, methods=["GET"]),
         Route("/admin/workers", admin.workers, methods=["GET"]),
+        Route("/admin/deployment", admin.deployment, methods=["GET"]),
         Route("/admin/audit", admin.audit, methods=["GET"]),
         Route("/admin/requests/{id:path}", admin.request, methods=["GET"]),
     ]

@@ -44,6 +44,7 @@ class Delta:
     text: str
     entries: tuple[TokenEntry, ...] = ()
     num_tokens: int  # of the answer so far, those that show no text included
+    token_ids: tuple[int, ...] = ()
     finish: FinishReason | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
@@ -130,6 +131,7 @@ class AnswerAssembler:
             text=text,
             entries=entries,
             num_tokens=num_tokens,
+            token_ids=() if self._rules.is_prompt_only else (output.token_id,),
             finish=finish,
             prompt_logprobs=output.prompt_logprobs,
         )

@@ -111,11 +111,17 @@ class _Reply:
         self._send = send
         self._num_tokens = [0] * len(job.choices)
         self._is_open = [False] * len(job.choices)
+        self._untold_ids: list[list[int]] = [[] for _ in job.choices]  # of tokens that no chunk carried yet
 
     async def whole(self, answers: list[Answer]) -> None:
         """Send everything at once."""
         self._num_tokens = [answer.num_tokens for answer in answers]
         choices = [self._shape.whole(index, answer) for index, answer in enumerate(answers)]
+        if self._job.has_token_ids:
+            choices = [
+                choice | {"token_ids": answer.token_ids}
+                for choice, answer in zip(choices, answers, strict=True)
+            ]
         body = _json(self._envelope(self._shape.kind, choices) | {"usage": self._usage()})
         await self._start(b"application/json", length=len(body))
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
@@ -130,8 +136,13 @@ class _Reply:
             if opening is not None:
                 await self._chunk(index, opening)
         self._num_tokens[index] = delta.num_tokens
+        self._untold_ids[index].extend(delta.token_ids)
         if delta.text or delta.entries or delta.finish is not None:
-            await self._chunk(index, self._shape.part(index, delta))
+            choice = self._shape.part(index, delta)
+            if self._job.has_token_ids:
+                choice["token_ids"] = self._untold_ids[index]
+            self._untold_ids[index] = []
+            await self._chunk(index, choice)
 
     async def end(self) -> None:
         """End a stream that went well."""

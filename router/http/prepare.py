@@ -53,6 +53,7 @@ class Job:
     is_stream: bool
     has_usage_chunk: bool
     has_continuous_usage: bool
+    has_token_ids: bool  # vLLM's return_token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +246,7 @@ class Preparer:
             is_stream=body.stream,
             has_usage_chunk=body.stream_options.include_usage,
             has_continuous_usage=body.stream_options.continuous_usage_stats,
+            has_token_ids=body.return_token_ids,
         )
 
     def _max_tokens(self, body: CompletionBody | ChatBody, prompt: _Prompt) -> int:

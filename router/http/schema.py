@@ -81,7 +81,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "prediction": ({},),
     "regex": ("",),
     "response_format": ({}, {"type": "text"}),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "structured_outputs": ({},),
     "suffix": ("",),
@@ -265,6 +264,7 @@ class _Generation(_Body):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: _NumLogprobs | None = None
+    return_token_ids: bool = False
     user: str | None = None
 
     @model_validator(mode="after")

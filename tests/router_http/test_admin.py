@@ -113,3 +113,7 @@ def test_not_ready_says_what_is_missing(needs_prefill: bool) -> None:
 def test_settings_that_cannot_work_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"http.{field}: "):
         HTTPConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_without_a_deployment_there_is_nothing_to_tell(site: Site) -> None:
+    assert site.request("GET", "/admin/deployment").json == {}

@@ -281,3 +281,20 @@ def test_the_official_client_understands_everything(site: Site) -> None:
     assert chunks[-1].usage == chat.usage
     assert models == [MODEL]
     assert refused.value.param == "temperature"
+
+
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})])
+def test_token_ids_come_whole_and_in_order_if_asked(site: Site, path: str, body: dict[str, Any]) -> None:
+    asked = {**body, "max_tokens": 6, "return_token_ids": True}
+
+    (whole,) = site.post(path, asked).json["choices"]
+    streamed = [
+        token_id
+        for event in site.post(path, {**asked, "stream": True}).events[:-1]
+        for choice in event["choices"]
+        for token_id in choice.get("token_ids", [])
+    ]
+
+    assert len(whole["token_ids"]) == 6
+    assert streamed == whole["token_ids"]
+    assert "token_ids" not in site.post(path, body).json["choices"][0]
