@@ -28,11 +28,8 @@ class WorkerActor:
 
     def __init__(self, config: WorkerConfig, is_local: bool, command: tuple[str, ...] | None) -> None:
         host = config.host if is_local else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        transfer = config.transfer if is_local else replace(config.transfer, listen=f"{host}:0")
         # The raylet is this process's parent.  While it lives, a worker without its actor is a leftover.
-        self._worker = WorkerProcess(
-            replace(config, host=host, transfer=transfer, supervisor_pid=os.getppid()), command=command
-        )
+        self._worker = WorkerProcess(replace(config, host=host, supervisor_pid=os.getppid()), command=command)
         self._running: asyncio.Task[None] | None = None
 
     async def next_state(self, seen: LifeState | None) -> LifeState:

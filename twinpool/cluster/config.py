@@ -144,6 +144,7 @@ class WorkerConfig(ModelConfig):
     host: str = "127.0.0.1"  # an address of this machine that the router and other workers reach
     port: int = 0  # of its gRPC services; 0 takes a free one
     num_neighbours: int = 0  # other workers of the deployment that may share this machine
+    gpu_share: float = 1.0  # of its GPU's free memory, for its KV cache
     drain_s: float = 30.0
     orphan_s: float | None = None  # null: keep trying to join for ever
     supervisor_pid: int | None = None  # while this process lives, the worker ends with its parent

@@ -90,6 +90,7 @@ class WorkerReport:
     generation: int | None  # of the life that runs
     detail: str  # why it waits, or what it does
     num_failures: int  # lives that ended unasked since the deployment started
+    last_failure: str = ""  # why the latest of them ended
     pid: int | None = None
     host: str = ""
 
@@ -185,7 +186,7 @@ class Pools:
             slot.num_failures += 1
             slot.not_before_s = now_s + self._backoff.delay_s(slot.failures_in_row)
             late = f"did not join the router within {self._start_timeout_s:g} s; " if slot.late else ""
-            slot.detail = late + state.detail
+            slot.detail = slot.last_failure = late + state.detail
         slot.life, slot.running_since_s, slot.stopping, slot.late = None, None, False, False
 
     def _stop(self, slot: _Slot) -> None:
@@ -214,6 +215,7 @@ class Pools:
                 generation=None,
                 detail=slot.detail,
                 num_failures=slot.num_failures,
+                last_failure=slot.last_failure,
             )
         state = self._machines.state(slot.life)
         return WorkerReport(
@@ -223,6 +225,7 @@ class Pools:
             generation=slot.life.generation,
             detail=state.detail,
             num_failures=slot.num_failures,
+            last_failure=slot.last_failure,
             pid=state.pid,
             host=state.host,
         )
@@ -241,6 +244,7 @@ class _Slot:
     failures_in_row: int = 0
     num_failures: int = 0
     detail: str = ""
+    last_failure: str = ""
 
     def may_start(self, now_s: float) -> bool:
         return self.life is None and now_s >= self.not_before_s

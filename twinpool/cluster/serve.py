@@ -1,0 +1,315 @@
+"""`twinpool serve`: the process that hosts the router and owns a deployment, from its start to its end.
+
+    resolve the model -> registry and router here -> agent (Ray, controller, workers) -> HTTP -> "ready"
+    SIGTERM or Ctrl-C -> 503 for new requests, running ones end -> workers, Ray and agent end -> exit 0
+
+This process has no Ray and no torch in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from router.connect import connect_over_grpc
+from router.http.app import create_app
+from router.http.model import ServedModel
+from router.http.server import HTTPServer
+from router.router import Router
+from router.workers import WorkerPool
+from twinpool.checkpoints.resolve import resolve_model, served_name
+from twinpool.cluster.agent import AgentSpec
+from twinpool.cluster.agent_process import AgentProcess, check_started
+from twinpool.cluster.config import DeploymentConfig, WorkerConfig
+from twinpool.core.clock import SystemClock
+from twinpool.core.config import unbind
+from twinpool.core.errors import ConfigError, ModelError
+from twinpool.core.ports import Role
+from twinpool.rpc.registry import RegistryConfig, RegistryServer
+from twinpool.text.chat import ChatTemplate
+from twinpool.text.tokenizer import Tokenizer
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_CUT_S = 1.0  # for connections that are still open once the time to drain is over
+_STILL_WAITING_S = 10.0
+
+Say = Callable[[str], None]
+
+_log = logging.getLogger("twinpool.serve")
+
+
+def serve(config: DeploymentConfig, *, say: Say, on_ready: Callable[[str], None]) -> int:
+    """Serve until asked to stop; return the process's exit code.
+
+    Args:
+        config: The deployment.
+        say: Called with each line of progress.
+        on_ready: Called once with the URL, when requests can be answered.
+
+    Raises:
+        ServingError: The deployment cannot start; nothing of it is left.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        check_reachable(config)
+        check_free(config.http.host, config.http.port)
+        folder = resolve_model(config.model, progress=say)
+        model = load_served_model(folder, config)
+    except KeyboardInterrupt:
+        return 0
+    return asyncio.run(_Server(config, folder, model, say).run(on_ready))
+
+
+class _Server:
+    def __init__(self, config: DeploymentConfig, folder: Path, model: ServedModel, say: Say) -> None:
+        self._config = config
+        self._folder = folder
+        self._model = model
+        self._say = say
+        self._asked_to_stop = asyncio.Event()
+
+    async def run(self, on_ready: Callable[[str], None]) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        async with self._registry() as (pool, join_address), self._workers(join_address) as agent:
+            if agent is not None:
+                await self._unless_stopped(self._all_there(agent, pool))
+            if self._asked_to_stop.is_set():
+                return 0
+            async with self._http(pool, agent) as (router, url):
+                if agent is None:
+                    self._say(f"waiting for workers at {join_address}")
+                    await self._unless_stopped(self._pool_ready(pool))
+                if not self._asked_to_stop.is_set():
+                    on_ready(url)
+                    await self._asked_to_stop.wait()
+                self._say("stopping: running requests may end")
+                await router.drain(timeout_s=self._config.http.stop_timeout_s)
+        return 0
+
+    def _stop(self) -> None:
+        if self._asked_to_stop.is_set():
+            # The agent notices, and cleans up on its own.
+            os._exit(1)
+        self._asked_to_stop.set()
+
+    @asynccontextmanager
+    async def _registry(self) -> AsyncIterator[tuple[WorkerPool, str]]:
+        clock, config = SystemClock(), self._config.router_config(model_name=self._model.name)
+        pool = WorkerPool(config, clock=clock, connect=connect_over_grpc(clock))
+        registry = RegistryServer(
+            pool,
+            host=self._config.join_host,
+            port=self._config.join_port,
+            config=RegistryConfig(heartbeat_s=config.heartbeat_s),
+        )
+        await registry.start()
+        await pool.start()
+        try:
+            yield pool, registry.address
+        finally:
+            await registry.stop()
+            await pool.close()
+
+    @asynccontextmanager
+    async def _workers(self, join_address: str) -> AsyncIterator[AgentProcess | None]:
+        if self._config.without_ray:
+            yield None
+            return
+        agent = AgentProcess(
+            AgentSpec(
+                name=f"twinpool-{secrets.token_hex(4)}",
+                config=self._config,
+                worker=worker_config(
+                    self._config, folder=self._folder, name=self._model.name, join=join_address
+                ),
+            ),
+            say=self._say,
+        )
+        await agent.start()
+        try:
+            yield agent
+        finally:
+            await agent.stop(drain_s=self._config.timeouts.drain_s)
+
+    @asynccontextmanager
+    async def _http(self, pool: WorkerPool, agent: AgentProcess | None) -> AsyncIterator[tuple[Router, str]]:
+        clock, config = SystemClock(), self._config.router_config(model_name=self._model.name)
+        router = Router(config, pool=pool, clock=clock)
+        app = create_app(
+            router, self._model, self._config.http, deployment=lambda: describe_deployment(agent)
+        )
+        server = HTTPServer(app, replace(self._config.http, stop_timeout_s=_CUT_S))
+        await server.start()
+        try:
+            yield router, server.url
+        finally:
+            await server.stop()
+            await router.close()
+
+    async def _all_there(self, agent: AgentProcess, pool: WorkerPool) -> None:
+        """Wait until every worker that has a place has joined and requests can be answered.
+
+        Raises:
+            ConfigError: A worker failed, or this machine can never hold what is needed.
+        """
+        told: dict[str, str] = {}
+        said_s = time.monotonic()
+        while True:
+            reports = agent.reports or ()
+            if agent.failure is not None:
+                raise ConfigError("deployment", agent.failure)
+            check_started(reports)
+            for report in reports:
+                text = f"{report.state} {report.detail}".strip()
+                if told.get(report.worker_id) != text and report.detail:
+                    self._say(f"{report.worker_id}: {report.detail}")
+                    said_s = time.monotonic()
+                told[report.worker_id] = text
+            placed = [report for report in reports if report.state != "waiting"]
+            homeless = [report for report in reports if report.state == "waiting"]
+            if reports and all(report.state == "running" for report in placed) and placed:
+                if await pool.wait_ready(timeout_s=1.0):
+                    return
+                if homeless and self._config.ray_address is None:
+                    raise ConfigError("pools", homeless[0].detail)
+            if reports and not placed and self._config.ray_address is None:
+                raise ConfigError("pools", homeless[0].detail)
+            if time.monotonic() - said_s > _STILL_WAITING_S:
+                self._say(_waiting_for(reports))
+                said_s = time.monotonic()
+            agent.changed.clear()
+            try:
+                await asyncio.wait_for(agent.changed.wait(), 1.0)
+            except TimeoutError:
+                continue
+
+    async def _pool_ready(self, pool: WorkerPool) -> None:
+        while not await pool.wait_ready(timeout_s=60.0):
+            self._say("waiting for workers")
+
+    async def _unless_stopped(self, work: object) -> None:
+        """Run ``work`` to its end, or until somebody asks to stop."""
+        working = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        stopping = asyncio.create_task(self._asked_to_stop.wait())
+        try:
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+        finally:
+            working.cancel()
+            stopping.cancel()
+            await asyncio.gather(working, stopping, return_exceptions=True)
+
+
+def worker_config(config: DeploymentConfig, *, folder: Path, name: str, join: str) -> WorkerConfig:
+    """Return what every worker of a deployment is told, but for its id, role and generation."""
+    gpus = max((config.resources(role).get("GPU", 0.0) for role in Role), default=0.0)
+    return WorkerConfig(
+        worker_id="",
+        role=Role.COLOCATED,
+        generation=0,
+        model=str(folder),
+        model_name=name,
+        device=config.device,
+        dtype=config.dtype,
+        kv_memory=config.kv_memory,
+        threads=config.threads,
+        join=join,
+        num_neighbours=config.pools.num_workers - 1,
+        gpu_share=min(1.0, gpus) or 1.0,
+        drain_s=config.timeouts.drain_s,
+        orphan_s=config.timeouts.orphan_s,
+        engine=config.engine,
+        transfer=config.transfer,
+    )
+
+
+def load_served_model(folder: Path, config: DeploymentConfig) -> ServedModel:
+    """Read what the edge needs of a checkpoint: its text side and its limits."""
+    tokenizer = Tokenizer.load(folder)
+    try:
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        vocab_size, max_tokens = int(fields["vocab_size"]), int(fields["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError("model", f"{folder}/config.json: {type(error).__name__} {error}") from error
+    template = ChatTemplate.load(folder, tokenizer)
+    return ServedModel(
+        name=config.model_name or served_name(config.model),
+        tokenizer=tokenizer,
+        template=template,
+        vocab_size=min(vocab_size, tokenizer.vocab_size),
+        max_model_tokens=max_tokens,
+        created_s=int(time.time()),
+    )
+
+
+def describe_deployment(agent: AgentProcess | None) -> dict[str, object]:
+    """Return what `twinpool status` shows beside the router's own view."""
+    if agent is None:
+        return {"workers": [], "ray": "not used"}
+    return {
+        "workers": [unbind(report) for report in agent.reports or ()],
+        "ray": agent.away or agent.failure or "ok",
+    }
+
+
+def check_free(host: str, port: int) -> None:
+    """Check that an address can be listened on.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[
+            0
+        ]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        raise ConfigError("--port", f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+
+
+def check_reachable(config: DeploymentConfig) -> None:
+    """Check that workers elsewhere can reach this router, and that nobody else can give Ray orders.
+
+    Raises:
+        ConfigError: A setting is missing.
+    """
+    if config.ray_address is None or config.ray_address.rpartition(":")[0].strip("[]") in _LOOPBACK:
+        return
+    if config.join_host in _LOOPBACK:
+        raise ConfigError(
+            "join_host", f"{config.join_host} is out of reach for workers of Ray at {config.ray_address}"
+        )
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        raise ConfigError(
+            "ray_address",
+            f"RAY_AUTH_MODE is not token: whoever reaches {config.ray_address} can run programs there",
+        )
+
+
+def _waiting_for(reports: object) -> str:
+    names = [
+        report.worker_id
+        for report in reports or ()  # type: ignore[attr-defined]
+        if report.state != "running"
+    ]
+    return f"still waiting for {', '.join(names) or 'Ray'}"
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,237 @@
+"""One worker process, put together: model, cache, engine, transfers, services, and the stay at a router.
+
+A worker is the same whatever its role; the role is a label that the router acts on.  Knows no Ray.
+
+    load the model -> start the engine, the transports, the server -> join the router
+      SIGTERM            take nothing new, finish what runs for at most ``drain_s``, leave, exit 0
+      a second SIGTERM   exit at once
+      refused            ends with the router's reason: the same settings would be refused again
+      engine dead        ends with what killed it
+      router away        keep trying; after ``orphan_s``, if set, exit 1
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from decode_service.service import DecodeService
+from kv_transfer.receiver import KVReceiver
+from kv_transfer.registry import load_transport
+from kv_transfer.sender import KVSender
+from prefill_service.service import PrefillService
+from twinpool.cluster.child import threads_of
+from twinpool.cluster.config import WorkerConfig
+from twinpool.core.clock import Clock, SystemClock
+from twinpool.core.errors import ServingError
+from twinpool.core.ports import WorkerInfo, WorkerLoad
+from twinpool.engine.engine import Engine, EngineLimits
+from twinpool.engine.kv_cache import KVCache
+from twinpool.engine.load import LoadedModel, load_model
+from twinpool.engine.loop import EngineLoop
+from twinpool.engine.memory import default_budget_bytes, num_blocks_for, parse_bytes
+from twinpool.engine.runner import TorchRunner
+from twinpool.engine.worker import WorkerService
+from twinpool.rpc.join import join
+from twinpool.rpc.server import WorkerServer
+
+_TRANSPORT = "grpc"
+_STOP_GRACE_S = 0.5  # for calls that are answering when the server stops
+
+Report = Callable[[str, str], None]
+"""``(event, text)``: ``progress`` with what it does, or ``joined``."""
+
+
+def run_worker(
+    config: WorkerConfig, *, report: Report, watch: Callable[[Callable[[], None]], None] | None = None
+) -> int:
+    """Run a worker until its end and return the process's exit code.
+
+    Args:
+        config: All it needs to know.
+        report: Told what it does and when the router took it.
+        watch: Called once with what to call, from any thread, when whoever watches over this process is
+            gone; the worker drains then.
+
+    Raises:
+        ServingError: It cannot start, the router does not take it, or its engine died of a bug.
+    """
+    torch.set_num_threads(threads_of(config))
+    report("progress", f"loading {config.model_name}")
+    loaded = load_model(Path(config.model), device=config.device, dtype=config.dtype)
+    return asyncio.run(_Life(config, report, watch).run(loaded))
+
+
+class _Life:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        report: Report,
+        watch: Callable[[Callable[[], None]], None] | None,
+    ) -> None:
+        self._config = config
+        self._report = report
+        self._watch = watch
+        self._clock: Clock = SystemClock()
+        self._asked_to_stop = asyncio.Event()
+        self._joined_s: float | None = None  # when the router last heard us
+        self._alone_since_s = self._clock.now_s()
+
+    async def run(self, loaded: LoadedModel) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        if self._watch is not None:
+            self._watch(partial(self._stop_from_any_thread, loop))
+        async with self._running(loaded) as (info, engine, service):
+            self._report("progress", f"joining {self._config.join}")
+            joining = asyncio.create_task(join(self._config.join, info, lambda: self._heartbeat(service)))
+            failing = asyncio.create_task(engine.failed())
+            endings = {
+                joining,
+                failing,
+                asyncio.create_task(self._asked_to_stop.wait()),
+                asyncio.create_task(self._orphaned()),
+            }
+            try:
+                await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
+                if joining.done():
+                    joining.result()
+                if failing.done():
+                    raise failing.result()
+                if self._asked_to_stop.is_set():
+                    await service.drain(timeout_s=self._config.drain_s)
+                    return 0
+                return 1
+            finally:
+                for task in endings:
+                    task.cancel()
+                await asyncio.gather(*endings, return_exceptions=True)
+
+    def _stop(self) -> None:
+        if self._asked_to_stop.is_set():
+            os._exit(1)
+        self._asked_to_stop.set()
+
+    def _stop_from_any_thread(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.call_soon_threadsafe(self._asked_to_stop.set)
+
+    def _heartbeat(self, service: WorkerService) -> WorkerLoad:
+        if self._joined_s is None:
+            self._report("joined", "")
+        self._joined_s = self._clock.now_s()
+        return service.load()
+
+    async def _orphaned(self) -> None:
+        """Return when the router was away for longer than a worker of its kind waits."""
+        if self._config.orphan_s is None:
+            await asyncio.Event().wait()
+            return
+        while True:
+            heard_s = self._alone_since_s if self._joined_s is None else self._joined_s
+            left_s = heard_s + self._config.orphan_s - self._clock.now_s()
+            if left_s <= 0:
+                self._report("progress", f"no router for {self._config.orphan_s:g} s")
+                return
+            await asyncio.sleep(left_s)
+
+    @asynccontextmanager
+    async def _running(
+        self, loaded: LoadedModel
+    ) -> AsyncIterator[tuple[WorkerInfo, EngineLoop, WorkerService]]:
+        """Start the parts in order; stop them in the other."""
+        config, spec, clock = self._config, loaded.spec, self._clock
+        cache = _make_cache(loaded, config)
+        limits = EngineLimits(
+            num_blocks=cache.num_blocks,
+            max_model_tokens=spec.max_model_tokens,
+            vocab_size=spec.vocab_size,
+            eos_ids=frozenset(spec.eos_ids),
+        )
+        engine = EngineLoop(
+            Engine(TorchRunner(loaded, cache), config=config.engine, limits=limits, clock=clock), clock
+        )
+        transfer = replace(config.transfer, listen=config.transfer.listen or f"{config.host}:0")
+        async with AsyncExitStack() as stack:
+            transport = load_transport(_TRANSPORT, transfer)
+            stack.push_async_callback(transport.close)
+            receiver = KVReceiver(
+                cache,
+                clock,
+                worker_id=config.worker_id,
+                epoch=config.generation,
+                endpoints=[transport.endpoint],
+                config=transfer,
+            )
+            await transport.start(receiver)
+            await engine.start()
+            stack.push_async_callback(engine.close)
+            sender = KVSender(cache, [transport], clock, transfer)
+            prefill, decode = PrefillService(engine, sender), DecodeService(engine, receiver)
+            stack.push_async_callback(prefill.close)
+            await decode.start()
+            stack.push_async_callback(decode.close)
+            service = WorkerService(
+                engine,
+                worker_id=config.worker_id,
+                role=config.role,
+                num_tickets=lambda: decode.num_tickets,
+                num_transfers=lambda: prefill.num_transfers + decode.num_transfers,
+                counters=lambda: _counters(sender, receiver),
+            )
+            server = WorkerServer(
+                prefill=prefill, decode=decode, worker=service, host=config.host, port=config.port
+            )
+            await server.start()
+            stack.push_async_callback(server.stop, grace_s=_STOP_GRACE_S)
+            info = WorkerInfo(
+                worker_id=config.worker_id,
+                role=config.role,
+                address=server.address,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+                generation=config.generation,
+                model=config.model_name or config.model,
+                fingerprint=spec.fingerprint,
+                layout=cache.layout,
+                num_blocks=cache.num_blocks,
+                max_model_tokens=spec.max_model_tokens,
+                endpoints=(transport.endpoint,),
+            )
+            yield info, engine, service
+
+
+def _make_cache(loaded: LoadedModel, config: WorkerConfig) -> KVCache:
+    """Make the KV cache as large as told, or as large as this worker's share of the free memory allows."""
+    layout = loaded.spec.layout(block_tokens=config.engine.block_tokens)
+    if config.kv_memory is not None:
+        budget_bytes = parse_bytes(config.kv_memory)
+    elif config.device == "cpu":
+        budget_bytes = default_budget_bytes(config.device) // (config.num_neighbours + 1)
+    else:
+        budget_bytes = int(default_budget_bytes(config.device) * config.gpu_share)
+    return KVCache(layout, num_blocks_for(layout, budget_bytes), config.device)
+
+
+def _counters(sender: KVSender, receiver: KVReceiver) -> Mapping[str, int]:
+    sent = {f"kv_sent_{name}": value for name, value in asdict(sender.counters).items()}
+    received = {f"kv_received_{name}": value for name, value in asdict(receiver.counters).items()}
+    return sent | received
+
+
+def describe_failure(error: BaseException) -> str | None:
+    """Return why a worker cannot run, in one line, if it is a reason that people understand."""
+    if isinstance(error, ServingError):
+        return str(error)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):
+        return f"out of memory: {str(error).splitlines()[0] if str(error) else 'MemoryError'}"
+    return None
