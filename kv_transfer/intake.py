@@ -40,7 +40,7 @@ async def take_in(sink: FrameSink, transfer_id: str, epoch: int, messages: Messa
     finally:
         whole.cancel()
         feeding.cancel()
-        sink.broken(transfer_id, epoch, TransferError("the sender is gone"))
+        sink.broken(transfer_id, epoch, _stopped())
         await asyncio.gather(whole, feeding, return_exceptions=True)
 
 
@@ -58,4 +58,8 @@ async def _feed(
                 await grant(sum(frame.payload.nbytes for frame in frames))
     except TransferError as error:
         return error
-    return TransferDamaged("the sender ended before everything had come")
+    return _stopped()
+
+
+def _stopped() -> TransferError:
+    return TransferError("the sender stopped before everything had come")

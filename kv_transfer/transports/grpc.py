@@ -27,6 +27,7 @@ from twinpool.pb.kv_pb2 import FrameHeader, PushHeader, PushReply
 
 _Context = grpc.aio.ServicerContext[bytes, bytes]
 _SERVICE, _METHOD = "twinpool.v1.KVTransfer", "Push"
+_GRACE_S = 0.1  # peers are told to leave before their streams are cut
 _LENGTH = struct.Struct("<I")
 
 _OPTIONS = (
@@ -103,7 +104,7 @@ class GrpcTransport:
         connections, self._connections = self._connections, {}
         for connection in connections.values():
             await connection.close(grace=None)
-        await self._server.stop(grace=None)
+        await self._server.stop(grace=_GRACE_S)
 
     def _connection(self, address: str) -> grpc.aio.Channel:
         """Return the kept connection, or a new one after a failure: a restarted peer is reached at once."""

@@ -27,12 +27,18 @@ class Worker:
     """A store, a transport, and both ends of transfers over it."""
 
     def __init__(
-        self, store: NumpyStore, transport: Transport, receiver: KVReceiver, sender: KVSender
+        self,
+        store: NumpyStore,
+        transport: Transport,
+        receiver: KVReceiver,
+        sender: KVSender,
+        config: TransferConfig,
     ) -> None:
         self.store = store
         self.transport = transport
         self.receiver = receiver
         self.sender = sender
+        self.config = config
 
     async def close(self) -> None:
         await self.sender.close()
@@ -56,7 +62,7 @@ async def start_worker(
         store, clock, worker_id="decode", epoch=epoch, endpoints=[transport.endpoint], config=config
     )
     await transport.start(receiver)
-    return Worker(store, transport, receiver, KVSender(store, [transport], SystemClock(), config))
+    return Worker(store, transport, receiver, KVSender(store, [transport], SystemClock(), config), config)
 
 
 @asynccontextmanager
