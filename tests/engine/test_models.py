@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import torch
 from tests.checkpoints_toy import FAMILIES, make_checkpoint
 from tests.engine.references import Answer, Reference
 from tests.engine.runs import Sequenced, bench
+from tests.shared import smollm2_references
+from twinpool.checkpoints.resolve import resolve_model
 
 WHOLE = 10_000
 CHUNKS = (1, 7, 16, 17, 32, WHOLE)
@@ -44,8 +45,8 @@ ROPES: dict[str, dict[str, object]] = {
         }
     },
     "yarn of a fixed strength": {
-        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.3},
-        "max_position_embeddings": 128,
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.3, "truncate": False},
+        "max_position_embeddings": 2048,
     },
 }
 WINDOWS: dict[str, tuple[str, dict[str, object]]] = {
@@ -165,9 +166,8 @@ def test_sequences_of_a_mixed_batch_do_not_notice_each_other(tmp_path: Path, fam
 
 
 def test_smollm2_gives_its_reference_tokens() -> None:
-    resolve = pytest.importorskip("twinpool.checkpoints.resolve")
-    made = bench(resolve.resolve_model("smollm2-135m-instruct"))
-    items = json.loads((Path(__file__).parents[1] / "vectors" / "smollm2.json").read_text())["items"]
+    items = smollm2_references()
+    made = bench(resolve_model("smollm2-135m-instruct"))
 
     sequences = [made.sequence(item["prompt_ids"], max_tokens=len(item["greedy_ids"])) for item in items]
     made.finish(sequences, chunk=17)

@@ -106,13 +106,14 @@ def test_a_continued_request_goes_on_as_if_nothing_had_happened(made: Bench) -> 
 
 
 def test_what_an_earlier_owner_left_in_a_block_reaches_nobody(made: Bench) -> None:
-    expected = [made.generate(PROMPT[:n], max_tokens=12) for n in (5, 33, 70)]
-    made.free.extend(range(100))
+    lengths = (5, 33, 40, 47, 70)  # three of them are padded to one length
+    expected = [made.generate(PROMPT[:n], max_tokens=12) for n in lengths]
+    made.free.extend(range(1, 100))
     for layer in range(2):
         for side in made.cache.slots(layer):
             side.fill_(math.nan)
 
-    sequences = [made.sequence(PROMPT[:n], max_tokens=12) for n in (5, 33, 70)]
+    sequences = [made.sequence(PROMPT[:n], max_tokens=12) for n in lengths]
     made.finish(sequences, chunk=16)
 
     assert [sequence.output_ids for sequence in sequences] == expected

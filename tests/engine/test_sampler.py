@@ -182,6 +182,7 @@ def test_end_and_stop_tokens_wait_for_min_tokens() -> None:
     assert choose(logits, chooser, **fields).token_id == 1
     assert choose(logits, chooser, output=(0,), **fields).token_id == 1
     assert choose(logits, chooser, output=(0, 0), **fields).token_id == 3
+    assert choose(logits, chooser, output=(0, 0), num_logprobs=0, **fields).token_id == 3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

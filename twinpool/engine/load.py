@@ -157,7 +157,7 @@ def _spec(folder: Path, config: ModelConfig, decoder: DecoderConfig, dtype: str)
         max_model_tokens=decoder.rope.max_tokens,
         vocab_size=decoder.vocab_size,
         sampling_vocab_size=spoken,
-        eos_ids=tuple(token_id for token_id in _eos_ids(folder, config, vocabulary) if token_id < spoken),
+        eos_ids=_eos_ids(folder, config, vocabulary),
         dtype=dtype,
         fingerprint={
             "architecture": family,
