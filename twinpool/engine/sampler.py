@@ -158,10 +158,11 @@ def draw(scores_A: Floats, params: SamplingParams, *, position: int) -> int:
     with np.errstate(over="ignore", under="ignore"):  # a tiny temperature sends all but the best to -inf
         weights_A = np.exp((scores_A - scores_A.max()) / params.temperature)
     ids = _kept(weights_A, params)
-    sums = np.cumsum(weights_A[ids])
+    sums = np.cumsum(weights_A if ids is None else weights_A[ids])
     point = uniform(params.seed, position) * sums[-1]
-    # A weight of zero adds nothing to the sums, so that side="right" steps over it.
-    return int(ids[min(int(np.searchsorted(sums, point, side="right")), len(ids) - 1)])
+    # A weight of zero adds nothing to the sums, so that side="right" steps over it; rounding may go too far.
+    place = min(int(np.searchsorted(sums, point, side="right")), int(np.searchsorted(sums, sums[-1])))
+    return place if ids is None else int(ids[place])
 
 
 def uniform(seed: int, position: int) -> float:
@@ -183,8 +184,10 @@ def _is_plain_greedy(sequence: SampledSequence) -> bool:
     )
 
 
-def _kept(weights_A: Floats, params: SamplingParams) -> npt.NDArray[np.int64]:
-    """Return the ids that top_k, top_p and min_p leave, in rising order; at least the best one."""
+def _kept(weights_A: Floats, params: SamplingParams) -> npt.NDArray[np.int64] | None:
+    """Return the ids that top_k, top_p and min_p leave, in rising order, never none; None is all."""
+    if params.top_k <= 0 and params.top_p >= 1.0 and params.min_p <= 0.0:
+        return None
     ids = np.flatnonzero(weights_A)
     if 0 < params.top_k < len(ids):
         ids = _largest(weights_A, ids, params.top_k)
@@ -192,7 +195,7 @@ def _kept(weights_A: Floats, params: SamplingParams) -> npt.NDArray[np.int64]:
         ids = _nucleus(weights_A, ids, params.top_p)
     if params.min_p > 0.0:
         ids = ids[weights_A[ids] >= params.min_p * weights_A[ids].max()]
-    return np.sort(ids)
+    return ids
 
 
 def _largest(weights_A: Floats, ids: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
@@ -205,7 +208,7 @@ def _largest(weights_A: Floats, ids: npt.NDArray[np.int64], count: int) -> npt.N
 
 
 def _nucleus(weights_A: Floats, ids: npt.NDArray[np.int64], top_p: float) -> npt.NDArray[np.int64]:
-    """Return the fewest ids, largest weights first, that together reach ``top_p`` of the total."""
+    """Return the fewest ids that reach ``top_p`` of the total, largest first, then put in rising order."""
     wanted = top_p * weights_A[ids].sum()
     for count in (256, len(ids)):  # sorting a whole vocabulary is slow and seldom needed
         candidates = _largest(weights_A, ids, count) if count < len(ids) else ids
@@ -213,4 +216,4 @@ def _nucleus(weights_A: Floats, ids: npt.NDArray[np.int64], top_p: float) -> npt
         sums = np.cumsum(weights_A[ordered])
         if sums[-1] >= wanted:
             break
-    return ordered[: int(np.searchsorted(sums, wanted, side="left")) + 1]
+    return np.sort(ordered[: int(np.searchsorted(sums, wanted, side="left")) + 1])
