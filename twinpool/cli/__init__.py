@@ -1,0 +1,5 @@
+"""The command line of Twinpool."""
+
+from twinpool.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,187 @@
+"""`twinpool ...`: reads the command line and calls the command; errors are one line.
+
+Every command is imported only when it is called, so that `twinpool --help` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn, TypeAlias
+
+from twinpool.cli import options
+from twinpool.core.errors import ConfigError, ServingError
+
+_EXIT_USAGE, _EXIT_FAILED = 2, 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the process's exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except ServingError as error:
+        print(f"twinpool: error: {_one_line(error)}", file=sys.stderr)
+        return _EXIT_USAGE if isinstance(error, ConfigError) else _EXIT_FAILED
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return _EXIT_FAILED
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print(f"twinpool: error: {message}", file=sys.stderr)
+        sys.exit(_EXIT_USAGE)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="twinpool",
+        description="Serve a language model from a prefill pool and a decode pool, or colocated.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_serve(commands)
+    _add_worker(commands)
+    _add_demo(commands)
+    _add_complete(commands)
+    _add_chat(commands)
+    _add_status(commands)
+    _add_models(commands)
+    _add_doctor(commands)
+    return parser
+
+
+def _add_serve(commands: Commands) -> None:
+    command = commands.add_parser("serve", help="serve a model until Ctrl-C", allow_abbrev=False)
+    options.add_deployment(command)
+    command.add_argument("--print-config", action="store_true", help="print the settings as YAML, and exit")
+    command.set_defaults(run=_serve)
+
+
+def _add_worker(commands: Commands) -> None:
+    command = commands.add_parser(
+        "worker", help="run one worker without Ray and join it to a router", allow_abbrev=False
+    )
+    options.add_worker(command)
+    command.add_argument("--print-config", action="store_true", help="print the settings as YAML, and exit")
+    command.set_defaults(run=_worker)
+
+
+def _add_demo(commands: Commands) -> None:
+    command = commands.add_parser(
+        "demo", help="watch two pools answer, and one engine give the same tokens", allow_abbrev=False
+    )
+    command.add_argument("--model", default=None, help="alias, folder, .gguf file or hub id")
+    command.add_argument("--max-tokens", type=int, default=48, help="of each answer (default: %(default)s)")
+    command.set_defaults(run=_demo)
+
+
+def _add_complete(commands: Commands) -> None:
+    command = commands.add_parser(
+        "complete", help="complete a prompt, or what stdin says", allow_abbrev=False
+    )
+    command.add_argument("prompt", nargs="?", help="the prompt; read from stdin if it is left out or -")
+    options.add_client(command)
+    options.add_sampling(command)
+    command.set_defaults(run=_complete)
+
+
+def _add_chat(commands: Commands) -> None:
+    command = commands.add_parser("chat", help="talk to the model", allow_abbrev=False)
+    command.add_argument("message", nargs="?", help="say this, print the answer and exit")
+    command.add_argument("--system", default=None, help="what the model is told first")
+    options.add_client(command)
+    options.add_sampling(command)
+    command.set_defaults(run=_chat)
+
+
+def _add_status(commands: Commands) -> None:
+    command = commands.add_parser("status", help="show the workers of a running server", allow_abbrev=False)
+    options.add_client(command)
+    command.add_argument("--json", action="store_true", help="print everything as JSON")
+    command.set_defaults(run=_status)
+
+
+def _add_models(commands: Commands) -> None:
+    models = commands.add_parser("models", help="fetch models and list them", allow_abbrev=False)
+    actions = models.add_subparsers(metavar="ACTION", required=True)
+    pull = actions.add_parser("pull", help="fetch a model into the cache", allow_abbrev=False)
+    pull.add_argument("model", nargs="?", default="smollm2-135m-instruct", help="alias, .gguf file or hub id")
+    pull.set_defaults(run=_pull)
+    listing = actions.add_parser("list", help="list what is in the cache", allow_abbrev=False)
+    listing.set_defaults(run=_list)
+
+
+def _add_doctor(commands: Commands) -> None:
+    command = commands.add_parser(
+        "doctor", help="show what this machine has and what that makes possible", allow_abbrev=False
+    )
+    command.add_argument("--port", type=int, default=8000, help="the port that serve would use")
+    command.add_argument("--json", action="store_true", help="print everything as JSON")
+    command.set_defaults(run=_doctor)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from twinpool.cli import run
+
+    return run.serve(args)
+
+
+def _worker(args: argparse.Namespace) -> int:
+    from twinpool.cli import run
+
+    return run.worker(args)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from twinpool.cluster import demo
+
+    return demo.run_demo(model=args.model, max_tokens=args.max_tokens)
+
+
+def _complete(args: argparse.Namespace) -> int:
+    from twinpool.cli import ask
+
+    return ask.complete(args)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from twinpool.cli import ask
+
+    return ask.chat(args)
+
+
+def _status(args: argparse.Namespace) -> int:
+    from twinpool.cli import status
+
+    return status.status(args)
+
+
+def _pull(args: argparse.Namespace) -> int:
+    from twinpool.cli import models
+
+    return models.pull(args.model)
+
+
+def _list(args: argparse.Namespace) -> int:
+    from twinpool.cli import models
+
+    return models.list_models()
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from twinpool.cli import doctor
+
+    return doctor.doctor(args)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

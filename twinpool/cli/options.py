@@ -1,0 +1,129 @@
+"""The options of the commands.  Each option of `serve` and `worker` names the setting that it sets.
+
+An option that is not given has no value here, so that the file under it, or the default, decides.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_PATH = "path:"  # begins the dest of an option that sets a setting; the rest is its dotted path
+
+
+def add_deployment(command: argparse.ArgumentParser) -> None:
+    """Add the options of `serve`."""
+    _add_file(command)
+    pools = command.add_argument_group("pools")
+    _set(pools, ("--prefill", "pools.prefill.workers", int, "N", "prefill workers (default: 1)"))
+    _set(pools, ("--decode", "pools.decode.workers", int, "N", "decode workers (default: 1)"))
+    _set(pools, ("--colocated", "pools.colocated.workers", int, "N", "workers that do both, instead"))
+    _set(pools, ("--placement", "placement", str, "PACK|SPREAD", "of a pool's workers on the machines"))
+    _set(pools, ("--ray-address", "ray_address", str, "ADDR", "a running Ray; none starts one here"))
+    _set(pools, ("--join-host", "join_host", str, "HOST", "where workers find the router (127.0.0.1)"))
+    _set(pools, ("--join-port", "join_port", int, "PORT", "the same (default: a free one)"))
+    pools.add_argument(
+        "--without-ray",
+        dest=_PATH + "without_ray",
+        action="store_const",
+        const=True,
+        help="start no workers; wait for those of `twinpool worker --join`",
+    )
+    http = command.add_argument_group("HTTP")
+    _set(http, ("--host", "http.host", str, "HOST", "address to listen on (default: 127.0.0.1)"))
+    _set(http, ("--port", "http.port", int, "PORT", "port to listen on (default: 8000; 0: a free one)"))
+    _set(http, ("--api-key", "http.api_key", str, "KEY", "asked of every client (TWINPOOL_API_KEY)"))
+    router = command.add_argument_group("router")
+    _set(router, ("--policy", "router.policy", str, "NAME", "round_robin or least_loaded (default)"))
+    _add_engine(command)
+
+
+def add_worker(command: argparse.ArgumentParser) -> None:
+    """Add the options of `worker`."""
+    _add_file(command)
+    group = command.add_argument_group("worker")
+    _set(group, ("--role", "role", str, "ROLE", "prefill, decode or colocated"))
+    _set(group, ("--join", "join", str, "HOST:PORT", "the router's registry"))
+    _set(group, ("--host", "host", str, "HOST", "address that the others reach (default: 127.0.0.1)"))
+    _set(group, ("--port", "port", int, "PORT", "of the worker's services (default: a free one)"))
+    _set(group, ("--worker-id", "worker_id", str, "ID", "unlike any other's (default: role, host, pid)"))
+    _set(group, ("--drain", "drain_s", float, "S", "what SIGTERM leaves running requests (default: 30)"))
+    _add_engine(command)
+
+
+def add_client(command: argparse.ArgumentParser) -> None:
+    """Add the options of commands that talk to a running server."""
+    command.add_argument("--url", default=None, help="of the server (TWINPOOL_URL; http://127.0.0.1:8000)")
+    command.add_argument("--api-key", default=None, help="if the server asks for one (TWINPOOL_API_KEY)")
+
+
+def add_sampling(command: argparse.ArgumentParser) -> None:
+    """Add the options of commands that generate."""
+    command.add_argument("--max-tokens", type=int, default=256, help="of the answer (default: %(default)s)")
+    command.add_argument("--temperature", type=float, default=None, help="0 is greedy (default: 1)")
+    command.add_argument("--top-p", type=float, default=None)
+    command.add_argument("--seed", type=int, default=None)
+    command.add_argument(
+        "--stop", action="append", default=None, help="end before this text; may be repeated"
+    )
+
+
+def settings(args: argparse.Namespace) -> Mapping[str, Any]:
+    """Return the settings that the command line gives, nested by their paths.
+
+    Raises:
+        ConfigError: A ``--set`` is none.
+    """
+    from twinpool.core.config import merge, nested, parse_yaml
+    from twinpool.core.errors import ConfigError
+
+    given: dict[str, Any] = {}
+    for dest, value in vars(args).items():
+        if dest.startswith(_PATH) and value is not None:
+            given = merge(given, nested(dest.removeprefix(_PATH), value))
+    for item in args.set:
+        path, equals, text = item.partition("=")
+        if not equals or not path:
+            raise ConfigError("--set", f"{item!r} is not PATH=VALUE, as in engine.block_tokens=32")
+        value = parse_yaml(f"value: {text}", source=f"--set {path}")["value"]
+        given = merge(given, nested(path, value))
+    return given
+
+
+def _add_file(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--config", default=None, metavar="FILE", help="YAML with any of the settings; options go before it"
+    )
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="any setting by its path, as in engine.block_tokens=32; may be repeated",
+    )
+
+
+def _add_engine(command: argparse.ArgumentParser) -> None:
+    model = command.add_argument_group("model and engine")
+    _set(model, ("--model", "model", str, "MODEL", "alias, folder, .gguf file or hub id"))
+    _set(model, ("--model-name", "model_name", str, "NAME", "what clients call it"))
+    _set(model, ("--device", "device", str, "DEVICE", "cpu (default), cuda or cuda:N"))
+    _set(model, ("--dtype", "dtype", str, "DTYPE", "auto, float32, bfloat16 or float16"))
+    _set(model, ("--kv-memory", "kv_memory", str, "SIZE", "of a worker's KV cache, as in 2GiB"))
+    _set(model, ("--threads", "threads", int, "N", "per worker on cpu (default: its share of the cores)"))
+    _set(model, ("--block-tokens", "engine.block_tokens", int, "N", "tokens per KV block (default: 16)"))
+    _set(model, ("--max-batch-tokens", "engine.max_batch_tokens", int, "N", "most tokens of one step"))
+    _set(model, ("--max-chunk-tokens", "engine.max_chunk_tokens", int, "N", "most of one prompt in a step"))
+    _set(model, ("--max-sequences", "engine.max_sequences", int, "N", "most sequences of one step"))
+    _set(model, ("--scheduler", "engine.policy", str, "NAME", "decode_first (default) or prefill_first"))
+
+
+Setting = tuple[
+    str, str, Callable[[str], object], str, str
+]  # option, path of the setting, type, metavar, help
+
+
+def _set(group: argparse._ArgumentGroup, setting: Setting) -> None:
+    option, path, kind, metavar, about = setting
+    group.add_argument(option, dest=_PATH + path, type=kind, default=None, metavar=metavar, help=about)

@@ -1,0 +1,135 @@
+"""`twinpool serve` and `twinpool worker`: from options and file to a config, and on with it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from twinpool.cli.options import settings
+from twinpool.cluster.config import DeploymentConfig, WorkerConfig
+from twinpool.core.config import bind, load_yaml, merge, to_yaml
+from twinpool.core.errors import ConfigError
+
+_SPLIT, _COLOCATED = ("prefill", "decode"), "colocated"
+_HIDDEN = "***"
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Serve until asked to stop."""
+    config = deployment_config(args)
+    if args.print_config:
+        shown = config.http if config.http.api_key is None else replace(config.http, api_key=_HIDDEN)
+        print(to_yaml(replace(config, http=shown)), end="")
+        return 0
+    from twinpool.cluster.serve import serve as run_server
+
+    _log_to_stderr()
+    return run_server(config, say=say, on_ready=lambda url: print(f"ready {url}", flush=True))
+
+
+def worker(args: argparse.Namespace) -> int:
+    """Run one worker until asked to stop."""
+    config = worker_config(args)
+    if args.print_config:
+        print(to_yaml(config), end="")
+        return 0
+    from twinpool.checkpoints.resolve import resolve_model, served_name
+    from twinpool.cluster.child import threads_of
+    from twinpool.core.errors import InternalError
+
+    _log_to_stderr()
+    folder = resolve_model(config.model, progress=say)
+    config = replace(config, model=str(folder), model_name=config.model_name or served_name(config.model))
+    # Libraries read it when they are loaded.
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_of(config)))
+    from twinpool.cluster.worker import describe_failure, run_worker
+
+    def report(event: str, text: str) -> None:
+        say(f"{config.worker_id}: {text or event}")
+
+    try:
+        return run_worker(config, report=report)
+    except Exception as error:
+        reason = describe_failure(error)
+        if reason is None or isinstance(error, ConfigError):
+            raise
+        raise InternalError(reason) from error
+
+
+def deployment_config(args: argparse.Namespace) -> DeploymentConfig:
+    """Return what `serve` is to do: options over file over defaults.
+
+    Raises:
+        ConfigError: A setting is unknown, of the wrong type, or cannot work.
+    """
+    given, file = settings(args), _file(args)
+    key = os.environ.get("TWINPOOL_API_KEY")
+    environment = {} if key is None else {"http": {"api_key": key}}
+    merged = merge(merge(environment, file), given)
+    return bind(DeploymentConfig, {**merged, **_pools(merged, given)})
+
+
+def worker_config(args: argparse.Namespace) -> WorkerConfig:
+    """Return what `worker` is to do; an id and a generation of its own are made up.
+
+    Raises:
+        ConfigError: As ``deployment_config``; or its role or its router is not given.
+    """
+    merged = merge(_file(args), settings(args))
+    for name in ("role", "join"):
+        if name not in merged:
+            raise ConfigError(f"--{name}", "is missing")
+    made_up = {
+        "worker_id": f"{merged['role']}-{socket.gethostname()}-{os.getpid()}",
+        "generation": time.time_ns() // 1_000_000,
+    }
+    return bind(WorkerConfig, {**made_up, **merged})
+
+
+def say(text: str) -> None:
+    """Print one line of progress."""
+    print(f"twinpool: {text}", file=sys.stderr, flush=True)
+
+
+def _file(args: argparse.Namespace) -> Mapping[str, Any]:
+    return {} if args.config is None else load_yaml(Path(args.config))
+
+
+def _pools(merged: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settle which kind of pools is meant: what the command line names, else what the file does.
+
+    Naming workers of one kind means none of the other, unless both are named in the same place.
+    """
+    for source in (given, merged):
+        pools = source.get("pools")
+        named = {
+            role: pool["workers"]
+            for role, pool in (pools.items() if isinstance(pools, Mapping) else ())
+            if isinstance(pool, Mapping) and isinstance(pool.get("workers"), int)
+        }
+        if not named:
+            continue
+        all_pools = merged["pools"]
+        if named.get(_COLOCATED) and not any(named.get(role) for role in _SPLIT):
+            return {"pools": merge(all_pools, {role: {"workers": 0} for role in _SPLIT})}
+        if any(named.get(role) for role in _SPLIT) and not named.get(_COLOCATED):
+            return {"pools": merge(all_pools, {_COLOCATED: {"workers": 0}})}
+        break
+    return {}
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(
+        level=os.environ.get("TWINPOOL_LOG", "INFO"),
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)

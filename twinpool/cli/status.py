@@ -1,0 +1,70 @@
+"""`twinpool status`: the workers of a running server, those without a place, and its books."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from twinpool.cli.client import client_of
+
+
+def status(args: argparse.Namespace) -> int:
+    """Print the state of a deployment; the exit code is 0 if its books add up."""
+    client = client_of(args)
+    found = {
+        "workers": client.get("/admin/workers"),
+        "deployment": client.get("/admin/deployment"),
+        "audit": client.get("/admin/audit"),
+    }
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        _show(Console(), client.url, found)
+    return 0 if found["audit"]["ok"] else 1
+
+
+def _show(console: Console, url: str, found: Mapping[str, Any]) -> None:
+    audit, wanted = found["audit"], found["deployment"].get("workers", [])
+    console.print(_table(found["workers"], audit["workers"], wanted))
+    joined = {worker["id"] for worker in found["workers"]}
+    for worker in wanted:
+        if worker["worker_id"] not in joined:
+            why = worker["detail"] or worker["last_failure"] or "no news"
+            console.print(f"{worker['worker_id']} is {worker['state']}: {why}", soft_wrap=True)
+    ray = found["deployment"].get("ray", "ok")
+    if ray not in ("ok", "not used"):
+        console.print(f"Ray: {ray}", soft_wrap=True)
+    router = audit["router"]
+    books = "the books add up" if audit["ok"] else "THE BOOKS DO NOT ADD UP"
+    console.print(
+        f"{url}: {router['in_flight']} in flight, {router['queued']} queued; {books}", soft_wrap=True
+    )
+
+
+def _table(
+    workers: Sequence[Mapping[str, Any]],
+    audits: Sequence[Mapping[str, Any]],
+    wanted: Sequence[Mapping[str, Any]],
+) -> Table:
+    books = {audit["id"]: audit for audit in audits}
+    failures = {worker["worker_id"]: worker["num_failures"] for worker in wanted}
+    table = Table("worker", "role", "state", "host", "pid", "running", "queued", "blocks free", "restarts")
+    for worker in workers:
+        blocks = books.get(worker["id"], {}).get("blocks")
+        table.add_row(
+            worker["id"],
+            worker["role"],
+            worker["state"],
+            worker["host"],
+            str(worker["pid"]),
+            str(worker["running"]),
+            str(worker["queued"]),
+            f"{blocks['free'] + blocks['cached']}/{blocks['total']}" if blocks else "?",
+            str(failures.get(worker["id"], 0)),
+        )
+    return table

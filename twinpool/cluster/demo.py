@@ -1,0 +1,179 @@
+"""`twinpool demo`: three prompts through two pools, then the same through one, token for token.
+
+It runs `twinpool serve` as anybody would and talks to its HTTP API; it looks at nothing from the inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from twinpool.cluster.api_client import ApiClient
+from twinpool.core.errors import ServingError, Unavailable
+
+PROMPTS = (
+    "What is the capital of France, and what is it known for?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a short poem about two friends who share the work.",
+)
+_START_LIMIT_S = 900.0  # the model may have to be fetched first
+_STOP_LIMIT_S = 90.0
+_STORY_LIMIT_S = 10.0
+
+
+def run_demo(*, model: str | None, max_tokens: int) -> int:
+    """Show the demo; return 0 only if every answer came and all tokens were equal.
+
+    Args:
+        model: What to serve; the default model if None.
+        max_tokens: Of each answer.
+
+    Raises:
+        ServingError: A server did not start, answer or end.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    options = [] if model is None else ["--model", model]
+    console.print("[bold]1. Two pools: one prefill worker, one decode worker[/bold]")
+    split: list[list[int]] = []
+    with _server([*options, "--prefill", "1", "--decode", "1"], console) as client:
+        for prompt in PROMPTS:
+            console.print(f"\n[bold]> {prompt}[/bold]")
+            ids, request_id, path = _answer(client, prompt, max_tokens, console)
+            split.append(ids)
+            console.print(_timeline(_story(client, request_id), path))
+            if path != "disaggregated":
+                raise Unavailable(f"the answer took the path {path}, not disaggregated")
+    console.print("\n[bold]2. The same prompts, colocated: one worker does both[/bold]")
+    quiet = Console(quiet=True)
+    num_equal = 0
+    with _server([*options, "--colocated", "1"], console) as client:
+        for prompt, expected in zip(PROMPTS, split, strict=True):
+            ids, _, _ = _answer(client, prompt, max_tokens, quiet)
+            is_equal = ids == expected
+            num_equal += is_equal
+            verdict = "[green]equal[/green]" if is_equal else "[red]NOT EQUAL[/red]"
+            console.print(f"> {prompt}\n  {len(ids)} token ids: {verdict}")
+    console.print(
+        f"\n{num_equal} of {len(PROMPTS)} answers have the same tokens in both ways; all is shut down."
+    )
+    return 0 if num_equal == len(PROMPTS) else 1
+
+
+@contextmanager
+def _server(options: list[str], console: Console) -> Iterator[ApiClient]:
+    """Run `twinpool serve` until the block ends.
+
+    Raises:
+        Unavailable: It does not start, or does not end well.
+    """
+    command = [sys.executable, "-m", "twinpool", "serve", "--port", "0", *options]
+    # A session of its own: Ctrl-C reaches this process, which then ends the server in its own way.
+    server = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        yield ApiClient(_wait_ready(server, console))
+    finally:
+        console.print("shutting down ...", style="dim")
+        server.send_signal(signal.SIGTERM)
+        try:
+            server.wait(_STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+    if server.returncode:
+        raise Unavailable(f"the server ended with exit code {server.returncode}")
+
+
+def _wait_ready(server: subprocess.Popen[str], console: Console) -> str:
+    """Show the server's progress until it is ready; return its URL."""
+    last = [""]
+    assert server.stdout is not None and server.stderr is not None
+    threading.Thread(target=_show_progress, args=(server.stderr, console, last), daemon=True).start()
+    watchdog = threading.Timer(_START_LIMIT_S, server.terminate)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        for line in server.stdout:
+            if line.startswith("ready "):
+                return line.split()[1]
+    finally:
+        watchdog.cancel()
+    server.wait()
+    time.sleep(0.1)
+    raise Unavailable(last[0] or f"the server ended with exit code {server.returncode}")
+
+
+def _show_progress(stream: Any, console: Console, last: list[str]) -> None:
+    started_s = time.monotonic()
+    for line in stream:
+        text = line.strip()
+        if text.startswith("twinpool: "):
+            last[0] = text.removeprefix("twinpool: ").removeprefix("error: ")
+            console.print(f"{time.monotonic() - started_s:6.1f} s  {last[0]}", style="dim", markup=False)
+
+
+def _answer(client: ApiClient, prompt: str, max_tokens: int, console: Console) -> tuple[list[int], str, str]:
+    """Show an answer while it is generated; return its token ids, its request's id and the path it took."""
+    body = {
+        "model": client.get("/v1/models")["data"][0]["id"],
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+    ids: list[int] = []
+    with client.stream("/v1/chat/completions", body) as stream:
+        for chunk in stream.chunks:
+            for choice in chunk["choices"]:
+                ids += choice.get("token_ids", [])
+                console.print(choice["delta"].get("content") or "", end="", markup=False)
+    console.print()
+    return ids, stream.headers["x-request-id"], stream.headers["x-twinpool-path"]
+
+
+def _story(client: ApiClient, request_id: str) -> Mapping[str, Any]:
+    """Return what happened to a request, once its last span is closed."""
+    end_s = time.monotonic() + _STORY_LIMIT_S
+    while True:
+        story: Mapping[str, Any] = {}
+        with contextlib.suppress(ServingError):
+            story = client.get(f"/admin/requests/{request_id}")
+        spans = story.get("spans", [])
+        if spans and all(span["end_s"] is not None for span in spans):
+            return story
+        if time.monotonic() > end_s:
+            return story
+        time.sleep(0.05)
+
+
+def _timeline(story: Mapping[str, Any], path: str) -> Table:
+    """Return the story as a table, in the order in which things began."""
+    table = Table("step", "start", "took", "detail", title=f"path: {path}", title_justify="left")
+    rows = [(span["start_s"], span["name"], span["end_s"], _detail(span)) for span in story.get("spans", [])]
+    rows += [
+        (event["at_s"], event["name"].replace("_", " "), None, _detail(event))
+        for event in story.get("events", [])
+    ]
+    for start_s, name, end_s, detail in sorted(rows, key=lambda row: row[0]):
+        took = "" if end_s is None else f"{(end_s - start_s) * 1000:.0f} ms"
+        table.add_row(name, f"{start_s * 1000:.0f} ms", took, detail)
+    return table
+
+
+def _detail(item: Mapping[str, Any]) -> str:
+    known = {"name", "start_s", "end_s", "at_s"}
+    details = {name: value for name, value in item.items() if name not in known and value not in (None, 0)}
+    if "kv_bytes" in details:
+        details = {"KV": f"{details.pop('kv_bytes') / 2**20:.2f} MiB", **details}
+    return ", ".join(f"{name.removeprefix('num_')} {value}" for name, value in details.items())
