@@ -3,7 +3,7 @@
 Knows tensors, not requests.  Numbers equal transformers' in float32.
 
 Shapes: T tokens in the batch, R rows of them, M model dim, F inner dim, H query heads, K KV heads,
-D head dim, V vocabulary.
+D head dim, V vocabulary, I the input of a matrix.
 """
 
 from __future__ import annotations
@@ -30,8 +30,13 @@ class Linear:
     weight: Tensor
     bias: Tensor | None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+    def __call__(self, x_RI: Tensor) -> Tensor:
+        """Return [R, out].  Two or three rows go to a CPU's GEMM as columns: measured, up to twice as fast."""
+        if not (x_RI.is_cpu and 2 <= x_RI.shape[0] <= 3):
+            return linear(x_RI, self.weight, self.bias)
+        if self.bias is None:
+            return torch.mm(self.weight, x_RI.t()).t().contiguous()
+        return torch.addmm(self.bias[:, None], self.weight, x_RI.t()).t().contiguous()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +79,7 @@ class Decoder:
         self._embedding_VM = weights.take("model.embed_tokens.weight", config.vocab_size, config.model_dim)
         self._layers = [_layer_weights(config, weights, layer) for layer in range(config.num_layers)]
         self._norm_M = weights.take("model.norm.weight", config.model_dim)
-        self._head_VM = _head(config, weights, self._embedding_VM)
+        self._head = Linear(_head(config, weights, self._embedding_VM), None)
         weights.drop(".rotary_emb.inv_freq")  # written by old releases, recomputed by all
         weights.finish()
 
@@ -117,7 +122,7 @@ class Decoder:
 
     def logits(self, hidden_RM: Tensor) -> Tensor:
         """Return [R, V] in float32 for rows of what ``forward`` returned."""
-        return linear(self._norm(hidden_RM, self._norm_M), self._head_VM).float()
+        return self._head(self._norm(hidden_RM, self._norm_M)).float()
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight.shape, weight, self.config.norm_epsilon)
