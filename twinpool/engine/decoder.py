@@ -31,7 +31,7 @@ class Linear:
     bias: Tensor | None
 
     def __call__(self, x_RI: Tensor) -> Tensor:
-        """Return [R, out].  Two or three rows go to a CPU's GEMM as columns: measured, up to twice as fast."""
+        """Return [R, out].  Two or three rows go to a CPU's GEMM as columns: up to twice as fast."""
         if not (x_RI.is_cpu and 2 <= x_RI.shape[0] <= 3):
             return linear(x_RI, self.weight, self.bias)
         if self.bias is None:
