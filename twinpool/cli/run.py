@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from twinpool.cli.options import settings
-from twinpool.cluster.config import DeploymentConfig, WorkerConfig
-from twinpool.core.config import bind, load_yaml, merge, to_yaml
+from twinpool.cluster.config import DeploymentConfig, PoolsConfig, WorkerConfig
+from twinpool.core.config import bind, load_yaml, merge, to_yaml, unbind
 from twinpool.core.errors import ConfigError
 
 _SPLIT, _COLOCATED = ("prefill", "decode"), "colocated"
@@ -72,9 +72,11 @@ def deployment_config(args: argparse.Namespace) -> DeploymentConfig:
     """
     given, file = settings(args), _file(args)
     key = os.environ.get("TWINPOOL_API_KEY")
-    environment = {} if key is None else {"http": {"api_key": key}}
-    merged = merge(merge(environment, file), given)
-    return bind(DeploymentConfig, {**merged, **_pools(merged, given)})
+    merged = merge({} if key is None else {"http": {"api_key": key}}, file)
+    merged = merge(merged, given)
+    # A pool of which the file says one thing keeps its other defaults.
+    defaults = {"pools": unbind(PoolsConfig())}
+    return bind(DeploymentConfig, merge(defaults, merge(merged, _pools(given, file))))
 
 
 def worker_config(args: argparse.Namespace) -> WorkerConfig:
@@ -103,26 +105,23 @@ def _file(args: argparse.Namespace) -> Mapping[str, Any]:
     return {} if args.config is None else load_yaml(Path(args.config))
 
 
-def _pools(merged: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Settle which kind of pools is meant: what the command line names, else what the file does.
+def _pools(*sources: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settle which kind of pools is meant: what the first source that names workers does.
 
     Naming workers of one kind means none of the other, unless both are named in the same place.
     """
-    for source in (given, merged):
+    for source in sources:
         pools = source.get("pools")
-        named = {
-            role: pool["workers"]
+        named = [
+            role
             for role, pool in (pools.items() if isinstance(pools, Mapping) else ())
-            if isinstance(pool, Mapping) and isinstance(pool.get("workers"), int)
-        }
+            if isinstance(pool, Mapping) and pool.get("workers")
+        ]
         if not named:
             continue
-        all_pools = merged["pools"]
-        if named.get(_COLOCATED) and not any(named.get(role) for role in _SPLIT):
-            return {"pools": merge(all_pools, {role: {"workers": 0} for role in _SPLIT})}
-        if any(named.get(role) for role in _SPLIT) and not named.get(_COLOCATED):
-            return {"pools": merge(all_pools, {_COLOCATED: {"workers": 0}})}
-        break
+        if named == [_COLOCATED]:
+            return {"pools": {role: {"workers": 0} for role in _SPLIT}}
+        return {} if _COLOCATED in named else {"pools": {_COLOCATED: {"workers": 0}}}
     return {}
 
 

@@ -6,6 +6,7 @@ It runs `twinpool serve` as anybody would and talks to its HTTP API; it looks at
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -42,7 +43,9 @@ def run_demo(*, model: str | None, max_tokens: int) -> int:
         ServingError: A server did not start, answer or end.
     """
     console = Console(highlight=False, soft_wrap=True)
-    options = [] if model is None else ["--model", model]
+    # The same threads in both parts: sums of floats depend on how they are cut into pieces.
+    options = ["--threads", str(max(1, (os.cpu_count() or 1) // 2))]
+    options += [] if model is None else ["--model", model]
     console.print("[bold]1. Two pools: one prefill worker, one decode worker[/bold]")
     split: list[list[int]] = []
     with _server([*options, "--prefill", "1", "--decode", "1"], console) as client:

@@ -83,8 +83,8 @@ class _Life:
         self._watch = watch
         self._clock: Clock = SystemClock()
         self._asked_to_stop = asyncio.Event()
-        self._joined_s: float | None = None  # when the router last heard us
-        self._alone_since_s = self._clock.now_s()
+        self._has_joined = False
+        self._heard_s = 0.0  # when the router last heard us, or when we began to call it
 
     async def run(self, loaded: LoadedModel) -> int:
         loop = asyncio.get_running_loop()
@@ -94,6 +94,7 @@ class _Life:
             self._watch(partial(self._stop_from_any_thread, loop))
         async with self._running(loaded) as (info, engine, service):
             self._report("progress", f"joining {self._config.join}")
+            self._heard_s = self._clock.now_s()
             joining = asyncio.create_task(join(self._config.join, info, lambda: self._heartbeat(service)))
             failing = asyncio.create_task(engine.failed())
             endings = {
@@ -126,9 +127,10 @@ class _Life:
         loop.call_soon_threadsafe(self._asked_to_stop.set)
 
     def _heartbeat(self, service: WorkerService) -> WorkerLoad:
-        if self._joined_s is None:
+        if not self._has_joined:
             self._report("joined", "")
-        self._joined_s = self._clock.now_s()
+        self._has_joined = True
+        self._heard_s = self._clock.now_s()
         return service.load()
 
     async def _orphaned(self) -> None:
@@ -137,8 +139,7 @@ class _Life:
             await asyncio.Event().wait()
             return
         while True:
-            heard_s = self._alone_since_s if self._joined_s is None else self._joined_s
-            left_s = heard_s + self._config.orphan_s - self._clock.now_s()
+            left_s = self._heard_s + self._config.orphan_s - self._clock.now_s()
             if left_s <= 0:
                 self._report("progress", f"no router for {self._config.orphan_s:g} s")
                 return
