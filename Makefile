@@ -39,11 +39,11 @@ clean:
 $(VENV)/.installed: pyproject.toml
 	@echo "making $(VENV) and installing (a few minutes the first time) ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	$(BIN)/python -m pip install --disable-pip-version-check "$(TORCH)"
+	$(BIN)/python -m pip install --disable-pip-version-check -e .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.installed
 	@echo "installing the test tools ..."
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev]"
 	@touch $@
