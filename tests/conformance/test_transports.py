@@ -217,6 +217,7 @@ def test_a_sender_that_gives_up_reads_no_more_and_the_receiver_learns_it(name: s
             if step:
                 await asyncio.sleep(0)  # some of the rest is on its way
             await transfer.abort()
+            assert prefill.sender.num_open == 0
             await transfer.abort()
             num_reads = prefill.store.num_reads
             transfer.written(0, TOKENS, SOURCE)
@@ -230,7 +231,6 @@ def test_a_sender_that_gives_up_reads_no_more_and_the_receiver_learns_it(name: s
                 await asyncio.sleep(0.01)
                 assert decode.receiver.cancel(ticket.transfer_id).kv_bytes == kv_bytes
             assert prefill.store.num_reads == num_reads
-            assert prefill.sender.num_open == 0
 
     run(scenario())
 
