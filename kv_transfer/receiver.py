@@ -139,7 +139,10 @@ class KVReceiver:
         Nothing is touched before the frame is known to be whole, of this epoch, of an open transfer
         and within the part of it that is not cached.
         """
-        incoming = self._find(frame.transfer_id, frame.epoch, is_frame=True)
+        incoming = self._find(frame.transfer_id, frame.epoch)
+        if incoming is None:
+            self.counters.late_frames += frame.epoch == self._epoch and frame.transfer_id in self._ended
+            raise TransferRefused(str(self._refusal(frame.transfer_id, frame.epoch)))
         if incoming.error is not None:
             self.counters.late_frames += 1
             raise TransferRefused(f"the transfer has failed: {incoming.error}")
@@ -169,7 +172,9 @@ class KVReceiver:
             TransferRefused: It was cancelled, is unknown, or is of another life of this worker.
             TransferError: Its sender failed.
         """
-        incoming = self._find(transfer_id, epoch, is_frame=False)
+        incoming = self._find(transfer_id, epoch)
+        if incoming is None:
+            raise self._refusal(transfer_id, epoch)
         if incoming.is_pending:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             incoming.waiters.add(waiter)
@@ -226,23 +231,20 @@ class KVReceiver:
             self.sweep()
             await asyncio.sleep(min(0.5, self._config.lease_s / 4))
 
-    def _find(self, transfer_id: str, epoch: int, *, is_frame: bool) -> _Incoming:
-        """Return an open transfer; raise why there is none."""
-        incoming = self._open.get(transfer_id) if epoch == self._epoch else None
-        if incoming is not None:
-            self._expire_if_over(transfer_id, incoming, self._clock.now_s())
-            if transfer_id in self._open:
-                return incoming
+    def _find(self, transfer_id: str, epoch: int) -> _Incoming | None:
+        """Return an open transfer of this epoch; ends it first if its time is over."""
+        if epoch == self._epoch and transfer_id in self._open:
+            self._expire_if_over(transfer_id, self._open[transfer_id], self._clock.now_s())
+            return self._open.get(transfer_id)
+        return None
+
+    def _refusal(self, transfer_id: str, epoch: int) -> TransferError:
+        """Say why there is no such open transfer."""
         self.counters.refused += 1
         if epoch != self._epoch:
-            raise TransferRefused(f"epoch {epoch} is over, this is {self._epoch}")
+            return TransferRefused(f"epoch {epoch} is over, this is {self._epoch}")
         ended = self._ended.get(transfer_id)
-        if ended is None:
-            raise TransferRefused("no such transfer is expected")
-        if is_frame:
-            self.counters.late_frames += 1
-            raise TransferRefused(f"too late: {ended.error}")
-        raise _fresh(ended.error)
+        return TransferRefused("no such transfer is expected") if ended is None else _fresh(ended.error)
 
     def _check_shape(self, incoming: _Incoming, frame: Frame) -> None:
         layout = self._store.layout

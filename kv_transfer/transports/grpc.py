@@ -272,8 +272,6 @@ def _unpack(data: bytes) -> tuple[PushHeader, list[Frame]]:
     if len(message) < _LENGTH.size:
         raise TransferDamaged(f"a message of {len(message)} bytes has no header")
     start = _LENGTH.size + _LENGTH.unpack_from(message)[0]
-    if start > len(message):
-        raise TransferDamaged(f"a message of {len(message)} bytes has a header that ends at {start}")
     try:
         header = PushHeader.FromString(message[_LENGTH.size : start].tobytes())
     except DecodeError as error:

@@ -248,7 +248,7 @@ def test_a_late_frame_is_refused_and_counted_even_before_the_sweep_came() -> Non
     receiving.clock.advance(LEASE_S)
 
     for _ in range(2):
-        with pytest.raises(TransferRefused, match=r"too late: transfer .*: no progress for 30 s"):
+        with pytest.raises(TransferRefused, match="no progress for 30 s"):
             receiving.receiver.accept(receiving.frames[0])
 
     assert receiving.expired == [receiving.ticket.transfer_id]
