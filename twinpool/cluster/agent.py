@@ -28,9 +28,11 @@ from twinpool.cluster.config import DeploymentConfig, WorkerConfig
 from twinpool.cluster.local_ray import (
     OwnedFolder,
     adopt_orphans,
+    has_daemons,
     is_of_ray,
     kill_descendants,
     local_ray_environment,
+    reap_orphans,
     remove_abandoned_folders,
 )
 from twinpool.cluster.ray_driver import FAILED, DriverSpec
@@ -39,6 +41,7 @@ from twinpool.core.config import bind, unbind
 _RESTART_AFTER_S = 1.0
 _MAX_RESTART_S = 30.0
 _MAX_FIRST_TRIES = 3  # a driver that crashes before there was any worker is started so often
+_CHECK_EVERY_S = 1.0
 _GONE_LIMIT_S = 6.0  # for the driver's own clean-up once the server is gone
 
 
@@ -70,7 +73,9 @@ class _Agent:
         self._spec = spec
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # from the server; None: it is gone
         self._scaled: list[str] = []  # ops that a restarted driver must hear again
-        self._has_workers = False
+        self._is_local = spec.config.ray_address is None
+        self._has_workers = False  # a driver has told of workers, ever
+        self._is_up = False  # the present driver has
         self._is_ending = False
 
     def run(self) -> int:
@@ -94,7 +99,7 @@ class _Agent:
             if not self._has_workers and num_crashes >= _MAX_FIRST_TRIES:
                 self._tell("failed", text=f"Ray ended {num_crashes} times while it started (exit {code})")
                 return 1
-            self._tell("away", text=f"Ray is gone (its driver ended with {code}); starting it again")
+            self._tell("away", text="Ray is gone; starting it again")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_RESTART_S)
 
@@ -106,14 +111,14 @@ class _Agent:
             folder=folder.path,
             worker_command=self._spec.worker_command,
         )
-        is_local = self._spec.config.ray_address is None
+        self._is_up = False
         driver = subprocess.Popen(
             [sys.executable, "-m", "twinpool.cluster.ray_driver"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
-            env=os.environ | (local_ray_environment() if is_local else {}),
+            env=os.environ | (local_ray_environment() if self._is_local else {}),
         )
         assert driver.stdin is not None and driver.stdout is not None
         relay = threading.Thread(target=self._relay, args=(driver.stdout,), daemon=True, name="events")
@@ -126,25 +131,32 @@ class _Agent:
         return driver.returncode
 
     def _serve(self, driver: subprocess.Popen[str], stdin: IO[str]) -> None:
-        """Pass ops on until the driver has ended; a driver that outlives the server for long is killed."""
+        """Pass ops on until the driver has ended; one that outlives the server or Ray for long is killed."""
         gone_s: float | None = None
+        checked_s = time.monotonic()
         while driver.poll() is None:
             try:
                 line = self._lines.get(timeout=0.1)
             except queue.Empty:
                 if gone_s is not None and time.monotonic() - gone_s > _GONE_LIMIT_S:
                     driver.kill()
+                if time.monotonic() - checked_s > _CHECK_EVERY_S and not self._is_ending:
+                    checked_s = time.monotonic()
+                    reap_orphans(but=driver.pid)
+                    if self._is_local and self._is_up and not has_daemons():
+                        # Ray's own clients would wait for a daemon that nobody starts again.
+                        driver.kill()
                 continue
             if line is None:
                 self._is_ending = True
                 gone_s = time.monotonic()
                 stdin.close()
-                if not self._has_workers:
+                if not self._is_up:
                     driver.kill()
                 continue
             op = json.loads(line)["op"]
             self._is_ending = self._is_ending or op == "stop"
-            if op == "stop" and not self._has_workers:
+            if op == "stop" and not self._is_up:
                 driver.kill()
             if op == "scale":
                 self._scaled.append(line)
@@ -157,7 +169,8 @@ class _Agent:
 
     def _relay(self, events: IO[str]) -> None:
         for line in events:
-            self._has_workers = self._has_workers or '"event": "workers"' in line
+            if '"event": "workers"' in line:
+                self._has_workers = self._is_up = True
             _write(sys.stdout, line)
 
     def _tell(self, event: str, **fields: Any) -> None:

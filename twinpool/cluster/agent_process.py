@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from twinpool.cluster.agent import AgentSpec
 from twinpool.cluster.pools import WorkerReport
 from twinpool.core.config import bind, unbind
-from twinpool.core.errors import ConfigError
+from twinpool.core.errors import WorkerLost
 
 _LINE_BYTES = 2**22
 _END_MARGIN_S = 30.0  # beyond the time to drain, for the ends of Ray and of every process
@@ -112,8 +112,8 @@ def check_started(reports: Sequence[WorkerReport]) -> None:
     """Check that no worker has failed.
 
     Raises:
-        ConfigError: One has; the message is its own reason.
+        WorkerLost: One has; the message is its own reason.
     """
     for report in reports:
         if report.num_failures:
-            raise ConfigError(f"worker {report.worker_id}", report.last_failure)
+            raise WorkerLost(report.worker_id, report.last_failure)

@@ -46,6 +46,7 @@ _SYSTEM_CONFIG = {
     "kill_child_processes_on_worker_exit": False,
     "memory_monitor_refresh_ms": 0,  # workers are not Ray's to kill
 }
+_DAEMONS = frozenset({"gcs_server", "raylet"})
 _TRY_AGAIN_AFTER_S = 2.0
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -142,6 +143,14 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def reap_orphans(*, but: int) -> None:
+    """Take note of adopted processes that have died; ``but`` is the child that somebody else waits for."""
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error, ChildProcessError):
+            if process.pid != but and process.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(process.pid, os.WNOHANG)
+
+
 def kill_descendants(
     *, only: Callable[[psutil.Process], bool] = lambda process: True, timeout_s: float = 10.0
 ) -> None:
@@ -164,6 +173,16 @@ def is_of_ray(process: psutil.Process) -> bool:
     except psutil.Error:
         return False
     return bool(line) and (line[0].startswith("ray::") or any("/ray/" in part for part in line[:4]))
+
+
+def has_daemons() -> bool:
+    """Whether Ray's two daemons live among the descendants of this process."""
+    names = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                names.add(process.name())
+    return names >= _DAEMONS
 
 
 def _parent_folder() -> Path:

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from twinpool.cluster.controller import ControllerSpec
 
 _GROUP_WAIT_S = 10.0
+_KILL_WAIT_S = 2.0
 _KILL_AFTER_S = 15.0  # beyond the drain time
 
 _log = logging.getLogger("twinpool.controller")
@@ -53,6 +55,7 @@ class RayMachines:
         self._forgotten: set[str] = set()
         self._stopping: set[Life] = set()
         self._tasks: set[Any] = set()
+        self._killers = ThreadPoolExecutor(max_workers=32, thread_name_prefix="kill")
 
     def start(self, lives: Sequence[Life]) -> Mapping[str, str]:
         """Start what fits into the cluster now; see ``Machines.start``."""
@@ -155,7 +158,7 @@ class RayMachines:
         _log.info("%s, generation %d, ended: %s", life.worker_id, life.generation, seen.detail)
         # The actor goes before the life is called over, so that its resources are free for the next one.
         del self._actors[life]
-        await asyncio.to_thread(_kill, actor)
+        await self._kill(actor)
         self._states[life] = seen
 
     async def _stop(self, life: Life) -> None:
@@ -163,9 +166,15 @@ class RayMachines:
         try:
             await asyncio.wait_for(actor.stop.remote(drain_s), drain_s + _KILL_AFTER_S)
         except TimeoutError:
-            await asyncio.to_thread(_kill, actor)
+            await self._kill(actor)
         except ray.exceptions.RayError:
             return  # its end is told by ``_follow``
+
+    async def _kill(self, actor: Any) -> None:
+        """End an actor; while Ray's control store is away, the attempt goes on in a thread of its own."""
+        killing = self._loop.run_in_executor(self._killers, _kill, actor)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(killing), _KILL_WAIT_S)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.run_coroutine_threadsafe(work, self._loop)

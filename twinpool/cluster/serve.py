@@ -33,7 +33,7 @@ from twinpool.cluster.agent_process import AgentProcess, check_started
 from twinpool.cluster.config import DeploymentConfig, WorkerConfig
 from twinpool.core.clock import SystemClock
 from twinpool.core.config import unbind
-from twinpool.core.errors import ConfigError, ModelError
+from twinpool.core.errors import ConfigError, ModelError, NoWorkers, Unavailable
 from twinpool.core.ports import Role
 from twinpool.rpc.registry import RegistryConfig, RegistryServer
 from twinpool.text.chat import ChatTemplate
@@ -162,14 +162,14 @@ class _Server:
         """Wait until every worker that has a place has joined and requests can be answered.
 
         Raises:
-            ConfigError: A worker failed, or this machine can never hold what is needed.
+            Unavailable: A worker failed, or this machine can never hold what is needed.
         """
         told: dict[str, str] = {}
         said_s = time.monotonic()
         while True:
             reports = agent.reports or ()
             if agent.failure is not None:
-                raise ConfigError("deployment", agent.failure)
+                raise Unavailable(agent.failure)
             check_started(reports)
             for report in reports:
                 text = f"{report.state} {report.detail}".strip()
@@ -183,9 +183,9 @@ class _Server:
                 if await pool.wait_ready(timeout_s=1.0):
                     return
                 if homeless and self._config.ray_address is None:
-                    raise ConfigError("pools", homeless[0].detail)
+                    raise NoWorkers(homeless[0].detail)
             if reports and not placed and self._config.ray_address is None:
-                raise ConfigError("pools", homeless[0].detail)
+                raise NoWorkers(homeless[0].detail)
             if time.monotonic() - said_s > _STILL_WAITING_S:
                 self._say(_waiting_for(reports))
                 said_s = time.monotonic()

@@ -17,6 +17,8 @@ import traceback
 from collections.abc import Callable
 from typing import IO
 
+import psutil
+
 from twinpool.cluster.config import WorkerConfig
 from twinpool.core.config import bind
 
@@ -68,13 +70,11 @@ def _watch(config: WorkerConfig, on_gone: Callable[[], None]) -> None:
 
 
 def _lives(pid: int) -> bool:
+    """Whether a process runs; one that has died and was not yet taken note of by its parent does not."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.Error:
         return False
-    except PermissionError:
-        return True
-    return True
 
 
 if __name__ == "__main__":

@@ -1,0 +1,140 @@
+"""WorkerProcess: what a child says is heard, and its end has a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+
+from twinpool.cluster.child import WorkerProcess, threads_of, worker_environment
+from twinpool.cluster.config import WorkerConfig
+from twinpool.cluster.pools import LifeState, Phase
+from twinpool.core.ports import Role
+
+CONFIG = WorkerConfig(worker_id="decode-0", role=Role.DECODE, generation=3, join="127.0.0.1:1")
+SAY = """
+import json, sys
+def say(event, text=""):
+    print(json.dumps({"event": event, "text": text}), flush=True)
+"""
+Act = Callable[[WorkerProcess, LifeState], Awaitable[None]]
+
+
+def follow(program: str, act: Act | None = None) -> list[LifeState]:
+    """Run a child and return every state it was in; ``act`` is called with each."""
+
+    async def run() -> list[LifeState]:
+        worker = WorkerProcess(CONFIG, command=(sys.executable, "-c", SAY + program))
+        running = asyncio.create_task(worker.run())
+        states: list[LifeState] = []
+        async with asyncio.timeout(30):
+            while not states or states[-1].phase is not Phase.ENDED:
+                states.append(await worker.next_state(states[-1] if states else None))
+                if act is not None:
+                    await act(worker, states[-1])
+            await running
+        return states
+
+    return asyncio.run(run())
+
+
+def test_the_child_gets_its_settings() -> None:
+    states = follow(
+        "settings = json.loads(sys.stdin.readline())\n"
+        "say('failed', f\"{settings['worker_id']} of generation {settings['generation']}\")\n"
+    )
+
+    assert states[-1].detail == "decode-0 of generation 3"
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("say('failed', 'no such model'); sys.exit(2)", "no such model"),
+        ("print('a'); print('boom: x', file=sys.stderr); sys.exit(7)", "exit 7: boom: x"),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            "killed by SIGKILL, by hand or because",
+        ),
+        ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
+        ("print('{not json'); print('[]'); sys.exit(1)", "exit 1"),
+        ("sys.stderr.write('x' * 200_000 + chr(10)); sys.exit(1)", "exit 1"),
+    ],
+)
+def test_the_reason_of_its_end_is_its_own(program: str, reason: str) -> None:
+    state = follow(program)[-1]
+
+    assert state.phase is Phase.ENDED
+    assert state.detail.startswith(reason)
+
+
+def test_a_program_that_does_not_exist_is_an_end_with_a_reason() -> None:
+    async def run() -> LifeState:
+        worker = WorkerProcess(CONFIG, command=("/no/such/program",))
+        await worker.run()
+        return await worker.next_state(None)
+
+    assert "cannot be started" in asyncio.run(run()).detail
+
+
+def test_stopping_lets_it_drain() -> None:
+    tasks = []
+
+    async def stop_once_joined(worker: WorkerProcess, state: LifeState) -> None:
+        if state.phase is Phase.RUNNING:
+            tasks.append(asyncio.create_task(worker.stop(drain_s=20.0)))
+
+    states = follow(
+        "import signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+        "say('joined')\n"
+        "time.sleep(60)\n",
+        stop_once_joined,
+    )
+
+    assert states[-1].detail == "drained"
+
+
+def test_one_that_is_stopped_before_it_runs_ends_too() -> None:
+    async def run() -> LifeState:
+        worker = WorkerProcess(CONFIG, command=(sys.executable, "-c", "import time; time.sleep(60)"))
+        stopping = asyncio.create_task(worker.stop(drain_s=20.0))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            await worker.run()
+            await stopping
+        return await worker.next_state(None)
+
+    assert asyncio.run(run()).detail == "killed by SIGTERM"
+
+
+def test_the_pid_is_the_childs_own() -> None:
+    async def kill(_: WorkerProcess, state: LifeState) -> None:
+        if state.phase is Phase.RUNNING:
+            assert state.pid is not None
+            os.kill(state.pid, signal.SIGKILL)
+
+    states = follow("say('joined')\nimport time\ntime.sleep(60)\n", kill)
+
+    assert states[-1].detail.startswith("killed by SIGKILL")
+
+
+def test_a_worker_does_not_learn_the_token_of_ray() -> None:
+    environment = worker_environment({"RAY_AUTH_TOKEN": "geheim", "PATH": "/bin"}, CONFIG)
+
+    assert not [name for name in environment if name.startswith("RAY_")]
+    assert environment["PATH"] == "/bin"
+
+
+def test_workers_share_the_cores_unless_told_otherwise() -> None:
+    cores = len(os.sched_getaffinity(0))
+
+    assert threads_of(CONFIG) == cores
+    assert threads_of(replace(CONFIG, num_neighbours=cores - 1)) == 1
+    assert threads_of(replace(CONFIG, num_neighbours=100)) == 1
+    assert threads_of(replace(CONFIG, threads=3, num_neighbours=100)) == 3
