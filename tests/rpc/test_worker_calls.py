@@ -35,6 +35,7 @@ from twinpool.core.request import TokenLogprob, TokenOutput
 from twinpool.core.ticket import TransferReport
 from twinpool.pb import types_pb2
 from twinpool.rpc.clients import DecodeClient, WorkerChannel
+from twinpool.rpc.limits import KEEPALIVE_S
 from twinpool.rpc.server import WorkerServer
 
 FIRST = TokenOutput(index=0, token_id=100)
@@ -433,6 +434,21 @@ def test_a_worker_killed_or_frozen_in_mid_stream_is_lost_soon(how: signal.Signal
             if process.returncode is None:
                 process.kill()
             await process.wait()
+
+    asyncio.run(run())
+
+
+def test_a_call_may_be_silent_for_longer_than_pings_go_unpunished() -> None:
+    """gRPC cuts a connection after three pings that came faster than the server allows."""
+
+    async def run() -> None:
+        async with served() as s:
+            s.worker.held.add("prefill")
+            calling = asyncio.ensure_future(s.prefill.prefill(request(timeout_s=60.0), None))
+            await asyncio.sleep(5 * KEEPALIVE_S)
+            assert not calling.done()
+            s.worker.held.clear()
+            assert await calling == FIRST
 
     asyncio.run(run())
 

@@ -33,7 +33,7 @@ def server_options(*, max_receive_bytes: int, max_send_bytes: int) -> Options:
         ("grpc.max_send_message_length", max_send_bytes),
         # Peers ask for a sign of life at KEEPALIVE_S also when nothing runs; that is no offence.
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", round(KEEPALIVE_S * 500)),
+        ("grpc.http2.min_ping_interval_without_data_ms", round(KEEPALIVE_S * 500)),
         *_keepalive(),
     )
 
