@@ -1,0 +1,44 @@
+"""The doctor's verdicts follow from what was found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from twinpool.cli.doctor import judge
+
+GPU = {"name": "H200", "free_bytes": 1, "total_bytes": 2}
+CPU_ONLY: dict[str, Any] = {
+    "packages": {"torch": "2", "ray": "2"},
+    "torch": {"version": "2", "built for CUDA": None, "nccl": None, "gpus": []},
+    "driver": None,
+    "compilers": {"cc": "/usr/bin/cc", "gcc": None, "clang": None},
+    "port": {"number": 8000, "is_free": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "topic", "is_good", "why"),
+    [
+        ({}, "serve on cpu", True, "all packages load"),
+        ({}, "serve on gpu", False, "built without CUDA"),
+        ({"driver": "580"}, "serve on gpu", False, "built without CUDA although there is a driver"),
+        ({"packages": {"ray": None}}, "serve on cpu", False, "missing: ray"),
+        ({"torch": {"error": "torch does not load"}}, "serve on cpu", False, "torch does not load"),
+        ({"torch": {"error": "torch does not load"}}, "serve on gpu", False, "torch does not load"),
+        ({"torch": {"gpus": [GPU], "nccl": "2.27"}}, "serve on gpu", True, "1 x H200"),
+        ({"torch": {"gpus": [GPU]}}, "two pools on gpus", False, "num_gpus: 0.5"),
+        ({"torch": {"gpus": [GPU, GPU]}}, "two pools on gpus", True, "2 GPUs"),
+        ({"torch": {"built for CUDA": "13"}}, "serve on gpu", False, "no NVIDIA driver"),
+        ({"port": {"number": 80, "is_free": False}}, "port", False, "80 is taken"),
+        ({"compilers": {"cc": None, "gcc": None, "clang": None}}, "compile kernels", False, "no C compiler"),
+    ],
+)
+def test_a_verdict_follows_from_what_was_found(
+    changes: dict[str, Any], topic: str, is_good: bool, why: str
+) -> None:
+    verdict = judge(CPU_ONLY | changes)[topic]
+
+    assert verdict[0] is is_good
+    assert why in verdict[1]
