@@ -13,6 +13,7 @@ import statistics
 import time
 
 from kv_transfer.config import TransferConfig
+from kv_transfer.hub import Hub
 from kv_transfer.registry import transport_names
 from tests.kv_transfer.workers import start_worker
 from twinpool.core.layout import KVLayout
@@ -25,8 +26,9 @@ MIB = 2**20
 
 async def _rates(transport_name: str, config: TransferConfig) -> list[float]:
     """Return the bytes per second of each transfer, from the reservation to the confirmation."""
+    hub = Hub()
     prefill, decode = [
-        await start_worker(transport_name, config, layout=LAYOUT, num_blocks=NUM_BLOCKS, epoch=epoch)
+        await start_worker(transport_name, config, hub=hub, layout=LAYOUT, num_blocks=NUM_BLOCKS, epoch=epoch)
         for epoch in (1, 2)
     ]
     num_tokens, blocks = NUM_BLOCKS * LAYOUT.block_tokens, range(NUM_BLOCKS)

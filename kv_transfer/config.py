@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from kv_transfer.hub import Hub
 from twinpool.core.errors import ConfigError
 
 # No transport sends or takes a larger message, so a peer cannot make us allocate more than this.
@@ -23,7 +22,6 @@ class TransferConfig:
     connect_timeout_s: float = 5.0  # until a peer has answered the first message
     listen: str = ""  # own address, as the transport spells it; empty: any free one on this host
     advertise_host: str = ""  # what peers connect to when `listen` is a wildcard
-    hub: Hub = field(default_factory=Hub, compare=False)  # shared by the workers of one process
 
     def __post_init__(self) -> None:
         for name in ("lease_s", "connect_timeout_s", "message_bytes"):

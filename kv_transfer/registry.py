@@ -7,6 +7,7 @@ from importlib import import_module
 
 from kv_transfer import transports
 from kv_transfer.config import TransferConfig
+from kv_transfer.hub import Hub
 from kv_transfer.transport import Transport
 from twinpool.core.errors import ConfigError
 
@@ -16,15 +17,20 @@ def transport_names() -> tuple[str, ...]:
     return tuple(sorted(module.name for module in pkgutil.iter_modules(transports.__path__)))
 
 
-def load_transport(name: str, config: TransferConfig) -> Transport:
+def load_transport(name: str, config: TransferConfig, hub: Hub | None = None) -> Transport:
     """Create the transport in ``kv_transfer/transports/<name>.py``.
 
     Call it on the event loop that will use the transport.
+
+    Args:
+        name: Of the file.
+        config: Where to listen, and limits.
+        hub: Where workers of one process find each other; None is one with nobody else in it.
 
     Raises:
         ConfigError: There is no such file, or the transport cannot listen where it should.
     """
     if name not in transport_names():
         raise ConfigError("transfer.transport", f"{name} is none of {', '.join(transport_names())}")
-    transport: Transport = import_module(f"{transports.__name__}.{name}").create(config)
+    transport: Transport = import_module(f"{transports.__name__}.{name}").create(config, hub or Hub())
     return transport

@@ -4,7 +4,7 @@ A transport moves bytes and nothing else.  However it moves them, each one ends 
 ``FrameSink.accept``, which proves a frame and copies it into the receiver's own blocks; no transport
 ever writes into the pool of a peer.
 
-One transport is one file in ``kv_transfer/transports`` with a function ``create(config)``; the name of
+One transport is one file in ``kv_transfer/transports`` with a function ``create(config, hub)``; the name of
 the file is its name in the config and in ``Endpoint.transport``.
 """
 

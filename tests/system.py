@@ -13,6 +13,7 @@ from pathlib import Path
 
 from decode_service.service import DecodeService
 from kv_transfer.config import TransferConfig
+from kv_transfer.hub import Hub
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.registry import load_transport
 from kv_transfer.sender import KVSender
@@ -111,7 +112,7 @@ async def system(
     config = replace(config, needs_prefill=prefill > 0)
     engine = engine or EngineConfig()
     transfer = transfer or TransferConfig()
-    clock = SystemClock()
+    clock, hub = SystemClock(), Hub()
     ports: dict[str, WorkerPorts] = {}
     pool = WorkerPool(config, clock=clock, connect=lambda info: ports[info.worker_id])
     roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode + [Role.COLOCATED] * colocated
@@ -128,6 +129,7 @@ async def system(
                 engine=engine,
                 transfer=transfer,
                 transport_name=transport,
+                hub=hub,
             )
             ports[worker.info.worker_id] = WorkerPorts(
                 prefill=worker.prefill, decode=worker.decode, worker=worker.service, connection=_Connection()
@@ -163,6 +165,7 @@ async def _start(
     engine: EngineConfig,
     transfer: TransferConfig,
     transport_name: str,
+    hub: Hub,
 ) -> Worker:
     clock, spec = SystemClock(), loaded.spec
     limits = EngineLimits(
@@ -172,7 +175,7 @@ async def _start(
         eos_ids=frozenset(spec.eos_ids),
     )
     loop = EngineLoop(Engine(TorchRunner(loaded, cache), config=engine, limits=limits, clock=clock), clock)
-    transport = load_transport(transport_name, transfer)
+    transport = load_transport(transport_name, transfer, hub)
     receiver = KVReceiver(
         cache, clock, worker_id=worker_id, epoch=1, endpoints=[transport.endpoint], config=transfer
     )

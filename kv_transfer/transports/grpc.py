@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from kv_transfer.config import MAX_MESSAGE_BYTES, TransferConfig
 from kv_transfer.credit import Credit
 from kv_transfer.frame import Frame
+from kv_transfer.hub import Hub
 from kv_transfer.intake import take_in
 from kv_transfer.transport import FrameSink
 from twinpool.core import errors
@@ -295,8 +296,10 @@ def _unpack(data: bytes) -> tuple[PushHeader, list[Frame]]:
     return header, frames
 
 
-def create(config: TransferConfig) -> GrpcTransport:
+def create(config: TransferConfig, hub: Hub) -> GrpcTransport:
     """Create a worker's gRPC transport and bind ``config.listen``, a ``host:port``; port 0 is any free one.
+
+    It needs no hub: a peer is found by its address.
 
     Raises:
         ConfigError: The address is taken or cannot be bound.

@@ -1,6 +1,6 @@
 """Between workers of one process: frames go through a queue, under the same rules as on a network.
 
-No byte is copied on the way.  Workers find each other in the hub of their config.
+No byte is copied on the way.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from twinpool.core.ticket import Endpoint
 class LoopbackTransport:
     """Listens in a hub, and opens channels to others that do."""
 
-    def __init__(self, config: TransferConfig) -> None:
-        self._hub: Hub = config.hub
+    def __init__(self, config: TransferConfig, hub: Hub) -> None:
+        self._hub = hub
         self._credit_bytes = config.credit_bytes
         self._endpoint = Endpoint("loopback", config.listen or self._hub.new_address())
         if self._hub.find(self._endpoint.address) is not None:
@@ -104,6 +104,10 @@ class _LoopbackChannel:
         self._credit.grant(num_bytes)
 
 
-def create(config: TransferConfig) -> LoopbackTransport:
-    """Create a worker's loopback transport; ``config.listen`` is a name in ``config.hub``."""
-    return LoopbackTransport(config)
+def create(config: TransferConfig, hub: Hub) -> LoopbackTransport:
+    """Create a worker's loopback transport; ``config.listen`` is a name in ``hub``.
+
+    Raises:
+        ConfigError: The name is taken.
+    """
+    return LoopbackTransport(config, hub)

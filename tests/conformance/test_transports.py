@@ -15,6 +15,7 @@ import pytest
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.frame import Frame
+from kv_transfer.hub import Hub
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.registry import load_transport, transport_names
 from tests.kv_transfer.numpy_store import NumpyStore
@@ -337,7 +338,7 @@ def test_a_restarted_receiver_refuses_old_tickets_and_takes_new_ones(name: str) 
                 with pytest.raises(TransferError):
                     await prefill.sender.begin(stale, timeout_s=PATIENCE_S).wait()
 
-                decode = await start_worker(name, config, epoch=epoch)
+                decode = await start_worker(name, config, hub=prefill.hub, epoch=epoch)
                 before = decode.store.bytes.copy()
                 late = prefill.sender.begin(stale, timeout_s=PATIENCE_S)
                 write_all(late, stale, SOURCE)
@@ -499,8 +500,8 @@ class CountingSink:
 
 def test_no_more_is_in_flight_than_the_receiver_gave_credit_for(name: str) -> None:
     async def scenario() -> None:
-        config = small_messages()
-        transport, peer = load_transport(name, config), load_transport(name, config)
+        config, hub = small_messages(), Hub()
+        transport, peer = load_transport(name, config, hub), load_transport(name, config, hub)
         source, target = NumpyStore(LAYOUT, 32).fill(1), NumpyStore(LAYOUT, 32)
         receiver = KVReceiver(
             target, SystemClock(), worker_id="decode", epoch=1, endpoints=[peer.endpoint], config=config

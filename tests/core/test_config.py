@@ -43,7 +43,6 @@ class Root:
     folder: Path = Path("/x")
     eager: bool = False
     labels: Mapping[str, int] = field(default_factory=dict)
-    hub: object = field(default_factory=object, compare=False)
 
 
 def test_what_is_left_out_takes_its_default() -> None:
@@ -156,9 +155,3 @@ def test_leaves_are_laid_on_top_and_neither_mapping_changes() -> None:
     assert merge(base, over) == {"a": {"b": 1, "c": 5}, "d": 3}
     assert base == {"a": {"b": 1, "c": 2}, "d": 3}
     assert over == {"a": {"c": 5}}
-
-
-def test_wiring_is_no_setting() -> None:
-    assert "hub" not in unbind(Root())
-    with pytest.raises(ConfigError, match="hub: is none of eager, folder, labels, model, workers"):
-        bind(Root, {"hub": 1})

@@ -12,6 +12,7 @@ import numpy as np
 
 from decode_service.service import DecodeService
 from kv_transfer.config import TransferConfig
+from kv_transfer.hub import Hub
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.registry import load_transport
 from kv_transfer.sender import KVSender
@@ -109,7 +110,11 @@ def adds_up(blocks: BlockCounts) -> bool:
 
 @asynccontextmanager
 async def toy_worker(
-    config: TransferConfig, *, worker_id: str = "w0", transport: Transport | None = None, chunk: int = 8
+    config: TransferConfig,
+    *,
+    worker_id: str = "w0",
+    hub: Hub | None = None,
+    transport: Transport | None = None,
 ) -> AsyncIterator[ToyWorker]:
     """Run a worker; ``transport`` replaces its own for what it sends."""
     brake = Brake()
@@ -117,13 +122,13 @@ async def toy_worker(
     clock = SystemClock()
     engine = Engine(
         runner,
-        config=EngineConfig(block_tokens=LAYOUT.block_tokens, max_chunk_tokens=chunk),
+        config=EngineConfig(block_tokens=LAYOUT.block_tokens, max_chunk_tokens=8),
         limits=EngineLimits(num_blocks=NUM_BLOCKS, max_model_tokens=512, vocab_size=VOCAB_SIZE),
         clock=clock,
     )
     loop = EngineLoop(engine, clock)
     store = RunnerStore(runner)
-    own = load_transport("loopback", config)
+    own = load_transport("loopback", config, hub)
     receiver = KVReceiver(store, clock, worker_id=worker_id, epoch=1, endpoints=[own.endpoint], config=config)
     await own.start(receiver)
     sender = KVSender(store, [transport or own], clock, config)
@@ -162,10 +167,10 @@ async def pair(
     config: TransferConfig | None = None, *, transport: Transport | None = None
 ) -> AsyncIterator[tuple[ToyWorker, ToyWorker]]:
     """Run a prefill and a decode worker; ``transport`` replaces the prefill worker's own."""
-    config = config or TransferConfig(lease_s=PATIENCE_S)
+    config, hub = config or TransferConfig(lease_s=PATIENCE_S), Hub()
     async with (
-        toy_worker(config, worker_id="prefill", transport=transport) as prefill,
-        toy_worker(config, worker_id="decode") as decode,
+        toy_worker(config, worker_id="prefill", hub=hub, transport=transport) as prefill,
+        toy_worker(config, worker_id="decode", hub=hub) as decode,
     ):
         yield prefill, decode
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from kv_transfer.config import TransferConfig
-from kv_transfer.hub import Hub
 from tests.checkpoints_toy import FAMILIES, make_checkpoint
 from tests.engine.references import Answer, Reference
 from tests.system import System, system
@@ -44,8 +43,8 @@ class Cut:
 # Every chunk and every block size once; the slow test takes the whole product.
 SOME_CUTS = (Cut(7, 8), Cut(16, 16), Cut(17, 32), Cut(32, 8), Cut(0, 16))
 ALL_CUTS = tuple(itertools.starmap(Cut, itertools.product(CHUNKS, BLOCKS)))
-LAYER_BY_LAYER = TransferConfig(message_bytes=1, hub=Hub())
-WHOLE = TransferConfig(message_bytes=4 * 2**20, hub=Hub())
+LAYER_BY_LAYER = TransferConfig(message_bytes=1)
+WHOLE = TransferConfig(message_bytes=4 * 2**20)
 
 
 class Family:

@@ -13,6 +13,7 @@ import json
 import sys
 
 from kv_transfer.config import TransferConfig
+from kv_transfer.hub import Hub
 from tests.kv_transfer.workers import expect, start_worker
 from twinpool.core.errors import TransferError
 from twinpool.core.ticket import Endpoint, KVTicket
@@ -31,7 +32,7 @@ def tickets_from(line: str) -> list[KVTicket]:
 
 async def _main(listen: str, epoch: int, num_transfers: int) -> None:
     config = dataclasses.replace(CONFIG, listen=listen, lease_s=60.0)
-    worker = await start_worker("grpc", config, num_blocks=NUM_BLOCKS, epoch=epoch)
+    worker = await start_worker("grpc", config, hub=Hub(), num_blocks=NUM_BLOCKS, epoch=epoch)
     tickets = [
         dataclasses.replace(
             expect(worker, blocks=range(NUM_BLOCKS), num_tokens=4 * NUM_BLOCKS), lease_s=CONFIG.lease_s

@@ -49,10 +49,10 @@ def test_every_transport_names_itself_in_its_endpoint() -> None:
 def test_two_workers_cannot_listen_at_one_address(name: str) -> None:
     async def scenario() -> None:
         hub = Hub()
-        first = load_transport(name, TransferConfig(hub=hub))
+        first = load_transport(name, TransferConfig(), hub)
         try:
             with pytest.raises(ConfigError, match=r"transfer.listen: .*" + first.endpoint.address):
-                load_transport(name, TransferConfig(hub=hub, listen=first.endpoint.address))
+                load_transport(name, TransferConfig(listen=first.endpoint.address), hub)
         finally:
             await first.close()
 

@@ -18,6 +18,7 @@ import grpc.aio
 import pytest
 
 from kv_transfer.config import TransferConfig
+from kv_transfer.hub import Hub
 from tests.kv_transfer.cut_proxy import CutProxy
 from tests.kv_transfer.receiver_process import CONFIG, NUM_BLOCKS, tickets_from
 from tests.kv_transfer.workers import (
@@ -177,8 +178,8 @@ def test_kv_of_any_size_travels_in_bounded_messages(num_tokens: int) -> None:
     async def scenario() -> None:
         blocks = range(wide.num_blocks(num_tokens))
         config = TransferConfig()
-        prefill = await start_worker("grpc", config, layout=wide, num_blocks=len(blocks), epoch=1)
-        decode = await start_worker("grpc", config, layout=wide, num_blocks=len(blocks), epoch=2)
+        prefill = await start_worker("grpc", config, hub=Hub(), layout=wide, num_blocks=len(blocks), epoch=1)
+        decode = await start_worker("grpc", config, hub=Hub(), layout=wide, num_blocks=len(blocks), epoch=2)
         ticket = expect(decode, blocks=blocks, num_tokens=num_tokens)
         transfer = prefill.sender.begin(ticket, timeout_s=PATIENCE_S)
         transfer.written(0, num_tokens, blocks)
@@ -340,7 +341,7 @@ async def decode_process(
 
 def test_a_killed_peer_is_noticed_at_once_and_reached_again_after_its_restart() -> None:
     async def scenario() -> None:
-        prefill = await start_worker("grpc", CONFIG, num_blocks=NUM_BLOCKS)
+        prefill = await start_worker("grpc", CONFIG, hub=Hub(), num_blocks=NUM_BLOCKS)
         blocks = range(NUM_BLOCKS)
         listen, stale = "", None
         for epoch in range(1, 4):
@@ -369,7 +370,7 @@ def test_a_killed_peer_is_noticed_at_once_and_reached_again_after_its_restart() 
 
 def test_a_stopped_peer_costs_one_lease_and_its_credit_and_is_harmless_when_it_goes_on() -> None:
     async def scenario() -> None:
-        prefill = await start_worker("grpc", CONFIG, num_blocks=NUM_BLOCKS)
+        prefill = await start_worker("grpc", CONFIG, hub=Hub(), num_blocks=NUM_BLOCKS)
         async with decode_process(num_transfers=2) as decode:
             first, second = decode.tickets
             transfer = prefill.sender.begin(first, timeout_s=PATIENCE_S)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.frame import Frame
+from kv_transfer.hub import Hub
 from kv_transfer.outgoing import OutgoingTransfer
 from kv_transfer.receiver import KVReceiver
 from kv_transfer.registry import load_transport
@@ -23,22 +25,16 @@ LAYOUT = layout(num_layers=3, block_tokens=4)
 PATIENCE_S = 20.0  # far more than anything here takes; only a hang gets there
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Worker:
     """A store, a transport, and both ends of transfers over it."""
 
-    def __init__(
-        self,
-        store: NumpyStore,
-        transport: Transport,
-        receiver: KVReceiver,
-        sender: KVSender,
-        config: TransferConfig,
-    ) -> None:
-        self.store = store
-        self.transport = transport
-        self.receiver = receiver
-        self.sender = sender
-        self.config = config
+    store: NumpyStore
+    transport: Transport
+    receiver: KVReceiver
+    sender: KVSender
+    config: TransferConfig
+    hub: Hub
 
     async def close(self) -> None:
         await self.sender.close()
@@ -49,6 +45,7 @@ async def start_worker(
     transport_name: str,
     config: TransferConfig,
     *,
+    hub: Hub,
     layout: KVLayout = LAYOUT,
     num_blocks: int = 32,
     epoch: int = 1,
@@ -57,12 +54,13 @@ async def start_worker(
     """Start a worker with a random store."""
     clock = SystemClock() if clock is None else clock
     store = NumpyStore(layout, num_blocks).fill(seed=epoch)
-    transport = load_transport(transport_name, config)
+    transport = load_transport(transport_name, config, hub)
     receiver = KVReceiver(
         store, clock, worker_id="decode", epoch=epoch, endpoints=[transport.endpoint], config=config
     )
     await transport.start(receiver)
-    return Worker(store, transport, receiver, KVSender(store, [transport], SystemClock(), config), config)
+    sender = KVSender(store, [transport], SystemClock(), config)
+    return Worker(store=store, transport=transport, receiver=receiver, sender=sender, config=config, hub=hub)
 
 
 @asynccontextmanager
@@ -79,8 +77,9 @@ async def two_workers(
     Args:
         clock: Of the decode worker's leases.
     """
-    prefill = await start_worker(transport_name, config, layout=source_layout, epoch=10)
-    decode = await start_worker(transport_name, config, layout=target_layout, epoch=11, clock=clock)
+    hub = Hub()
+    prefill = await start_worker(transport_name, config, hub=hub, layout=source_layout, epoch=10)
+    decode = await start_worker(transport_name, config, hub=hub, layout=target_layout, epoch=11, clock=clock)
     try:
         yield prefill, decode
     finally:

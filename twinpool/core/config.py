@@ -1,8 +1,6 @@
 """From YAML to frozen dataclasses and back, strictly: what is not understood is refused with its path.
 
 Knows field types and nothing of what the settings mean; a dataclass checks its own values when it is built.
-A field that takes no part in comparisons (``compare=False``) is wiring and no setting: it is never read or
-written here.
 """
 
 from __future__ import annotations
@@ -44,7 +42,11 @@ def parse_yaml(text: str, *, source: str) -> dict[str, Any]:
         ConfigError: The text is no YAML, no mapping, or names a key twice.
     """
     try:
-        value = yaml.load(text, Loader=_UniqueKeyLoader)
+        loader = _UniqueKeyLoader(text)
+        try:
+            value = loader.get_single_data()
+        finally:
+            loader.dispose()
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(source, f"is not valid YAML: {_one_line(error)}") from error
     if value is None:
@@ -67,7 +69,7 @@ def bind(kind: type[T], value: object, path: str = "") -> T:
     """
     if not isinstance(value, Mapping):
         raise ConfigError(path or "config", f"is a {_yaml_name(value)}, not a mapping")
-    fields = {field.name: field for field in dataclasses.fields(kind) if field.compare}  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(kind)
     for key in value:
         if key not in fields:
@@ -84,8 +86,7 @@ def bind(kind: type[T], value: object, path: str = "") -> T:
 def unbind(value: object) -> Any:
     """Return ``value`` as YAML can hold it: ``bind`` of the result gives an equal value."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        settings = [field.name for field in dataclasses.fields(value) if field.compare]
-        return {name: unbind(getattr(value, name)) for name in settings}
+        return {field.name: unbind(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return {str(key): unbind(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
