@@ -51,9 +51,10 @@ def one_in_the_middle_of_a_transfer(caller: Caller, role: str, calls: Sequence[C
                 return worker_id
         return None
 
-    found: list[str] = []
-    assert until(lambda: bool(found.extend(filter(None, [find()])) or found), within_s=10.0), "never busy"
-    return found[0]
+    end_s = time.monotonic() + 10.0
+    while (found := find()) is None:
+        assert time.monotonic() < end_s, "no worker was ever in the middle of a transfer"
+    return found
 
 
 def one_in_mid_stream(caller: Caller, role: str, calls: Sequence[Call]) -> str:
