@@ -21,7 +21,6 @@ from twinpool.core.errors import (
     QueueFull,
     RequestCancelled,
     ServingError,
-    WorkerDraining,
 )
 from twinpool.core.request import FinishReason, Request, TokenOutput
 from twinpool.engine.engine import Engine
@@ -186,18 +185,6 @@ def test_a_full_line_refuses_the_next_one() -> None:
 
     with pytest.raises(QueueFull, match="2 sequences wait already"):
         world.submit(prompt(1, request_id="c"))
-
-
-def test_a_draining_engine_finishes_what_it_has_and_takes_nothing_new() -> None:
-    world = engine(FakeRunner())
-    world.submit(prompt(3))
-    world.start_draining()
-
-    with pytest.raises(WorkerDraining):
-        world.submit(prompt(3))
-    with pytest.raises(WorkerDraining):
-        world.reserve(prompt(3))
-    assert len(outputs(run(world))) == 4
 
 
 def test_an_unknown_policy_is_found_at_the_start() -> None:

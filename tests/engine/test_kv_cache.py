@@ -28,11 +28,17 @@ def filled(shape: KVLayout) -> KVCache:
     return cache
 
 
+def blocks_of(cache: KVCache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one layer, [blocks, block tokens, KV heads, head dim] each; views, not copies."""
+    keys, values = (side.unflatten(0, (-1, cache.layout.block_tokens)) for side in cache.slots(layer))
+    return keys, values
+
+
 def expected(cache: KVCache, *, layer: int, blocks: list[int], first_token: int, num_tokens: int) -> bytes:
     """The same bytes gathered token by token."""
     block_tokens = cache.layout.block_tokens
     sides = []
-    for side in cache.blocks(layer):
+    for side in blocks_of(cache, layer):
         for token in range(first_token, first_token + num_tokens):
             sides.append(side[blocks[token // block_tokens], token % block_tokens])
     return torch.stack(sides).numpy().tobytes()
@@ -60,7 +66,7 @@ def test_what_is_written_is_read_again_and_all_else_stays(source_tokens: int, ta
     source = filled(layout(block_tokens=source_tokens))
     target = KVCache(layout(block_tokens=target_tokens), NUM_BLOCKS, "cpu")
     blocks, others = [7, 2, 3, 9, 0, 5, 11], [1, 4, 6, 8, 10]
-    for tensor in (*target.blocks(0), *target.blocks(1)):
+    for tensor in (*blocks_of(target, 0), *blocks_of(target, 1)):
         tensor.fill_(-1.0)
 
     payload = source.read(layer=1, blocks=[4, 5, 1, 8, 9], first_token=2, num_tokens=11)
@@ -71,21 +77,21 @@ def test_what_is_written_is_read_again_and_all_else_stays(source_tokens: int, ta
     behind = target.read(layer=1, blocks=blocks, first_token=16, num_tokens=len(blocks) * target_tokens - 16)
     assert set(np.frombuffer(before, np.float32)) == {-1.0}
     assert set(np.frombuffer(behind, np.float32)) == {-1.0}
-    assert all(bool((side[others] == -1.0).all()) for side in target.blocks(1))
-    assert all(bool((side == -1.0).all()) for side in target.blocks(0))
+    assert all(bool((side[others] == -1.0).all()) for side in blocks_of(target, 1))
+    assert all(bool((side == -1.0).all()) for side in blocks_of(target, 0))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_dtype_goes_through_bytes(dtype: str) -> None:
     shape = KVLayout(num_layers=1, num_kv_heads=2, head_dim=4, block_tokens=4, dtype=dtype)
     cache = filled(shape)
-    keys = cache.blocks(0)[0][5].clone()
+    keys = blocks_of(cache, 0)[0][5].clone()
 
     payload = cache.read(layer=0, blocks=[5], first_token=0, num_tokens=4)
     cache.write(payload, layer=0, blocks=[8], first_token=0, num_tokens=4)
 
     assert payload.nbytes == shape.block_bytes
-    assert torch.equal(cache.blocks(0)[0][8], keys)
+    assert torch.equal(blocks_of(cache, 0)[0][8], keys)
 
 
 def test_read_only_bytes_can_be_written() -> None:
@@ -95,7 +101,7 @@ def test_read_only_bytes_can_be_written() -> None:
     cache.write(memoryview(payload), layer=0, blocks=[0], first_token=0, num_tokens=16)
 
     assert cache.read(layer=0, blocks=[0], first_token=0, num_tokens=16) == payload
-    assert cache.blocks(0)[1].flatten().tolist() == list(range(128, 256))
+    assert blocks_of(cache, 0)[1].flatten().tolist() == list(range(128, 256))
 
 
 def test_what_was_read_is_a_copy() -> None:
@@ -103,7 +109,7 @@ def test_what_was_read_is_a_copy() -> None:
     payload = cache.read(layer=0, blocks=[3], first_token=0, num_tokens=16)
     before = payload.tobytes()
 
-    cache.blocks(0)[0].zero_()
+    blocks_of(cache, 0)[0].zero_()
 
     assert payload == before
 
@@ -114,8 +120,8 @@ def test_tokens_are_stored_in_their_slots() -> None:
 
     cache.store(1, torch.tensor([17, 3]), keys, -keys)
 
-    assert torch.equal(cache.blocks(1)[0][1, 1], keys[0])
-    assert torch.equal(cache.blocks(1)[1][0, 3], -keys[1])
+    assert torch.equal(blocks_of(cache, 1)[0][1, 1], keys[0])
+    assert torch.equal(blocks_of(cache, 1)[1][0, 3], -keys[1])
     assert int(cache.slots(1)[0].count_nonzero()) == 15
     assert int(cache.slots(0)[0].count_nonzero()) == 0
 

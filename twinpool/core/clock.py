@@ -1,4 +1,4 @@
-"""Where time comes from: passed in, so that tests and the simulator can own it."""
+"""Where time comes from: passed in, so that tests can own it."""
 
 from __future__ import annotations
 

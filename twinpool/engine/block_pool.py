@@ -64,11 +64,6 @@ class BlockPool:
         self._draining.difference_update(blocks)
         self._free.extend(blocks)
 
-    def owner_of(self, block: int) -> int | None:
-        """Return who owns ``block``; None if it is free."""
-        owner = self._owners[block]
-        return None if owner == FREE else owner
-
     def counts(self) -> BlockCounts:
         """Return where the blocks are, counted anew from the table of owners."""
         num_owned = sum(1 for owner in self._owners if owner != FREE) - len(self._draining)

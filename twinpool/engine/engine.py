@@ -19,7 +19,6 @@ from twinpool.core.errors import (
     PromptTooLong,
     QueueFull,
     RequestCancelled,
-    WorkerDraining,
 )
 from twinpool.core.ports import BlockCounts
 from twinpool.core.request import Request, TokenOutput
@@ -68,16 +67,11 @@ class Engine:
             config, load_policy(config.policy), num_blocks=limits.num_blocks, eos_ids=limits.eos_ids
         )
         self._num_arrivals = 0
-        self._is_draining = False
 
     @property
     def has_work(self) -> bool:
         """Whether a sequence wants to be computed; it may still have to wait for blocks."""
         return self._scheduler.has_work
-
-    @property
-    def is_draining(self) -> bool:
-        return self._is_draining
 
     @property
     def num_sequences(self) -> int:
@@ -115,7 +109,6 @@ class Engine:
             InvalidRequest: It can never be run.
             PromptTooLong: It can never fit.
             QueueFull: Too many wait.
-            WorkerDraining: Nothing new is taken.
         """
         sequence = self._new_sequence(request, SequenceStatus.WAITING, has_destination)
         if self._scheduler.num_waiting >= self._config.max_waiting:
@@ -130,7 +123,6 @@ class Engine:
             InvalidRequest: It can never be run.
             PromptTooLong: It can never fit.
             NoFreeBlocks: Nothing was taken.
-            WorkerDraining: Nothing new is taken.
         """
         sequence = self._new_sequence(request, SequenceStatus.RECEIVING, has_destination=False)
         self._scheduler.hold(sequence, now_s=sequence.arrived_s)
@@ -175,10 +167,6 @@ class Engine:
             self.abort(sequence)
         self._scheduler.drained(sequence)
 
-    def start_draining(self) -> None:
-        """Take nothing new from now on; what is here goes on."""
-        self._is_draining = True
-
     def step(self, on_written: WrittenHook | None = None) -> StepResult:
         """End what is over its deadline, then run one batch: plan, run, commit."""
         now_s = self._clock.now_s()
@@ -200,8 +188,6 @@ class Engine:
         return results
 
     def _new_sequence(self, request: Request, status: SequenceStatus, has_destination: bool) -> SequenceState:
-        if self._is_draining:
-            raise WorkerDraining("this worker takes nothing new")
         self._check(request, has_destination)
         number = self._num_arrivals
         self._num_arrivals += 1

@@ -42,15 +42,6 @@ class KVCache:
         self._slots = [(layer[0], layer[1]) for layer in self._layers]
         self._token_bytes = layout.layer_token_bytes // 2
 
-    def blocks(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of one layer as blocks, [N, C, K, D] each; views, not copies."""
-        keys, values = self._slots[layer]
-        block_tokens = self.layout.block_tokens
-        return (
-            keys.view(-1, block_tokens, *keys.shape[1:]),
-            values.view(-1, block_tokens, *values.shape[1:]),
-        )
-
     def slots(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of one layer as slots, [S, K, D] each; views, not copies."""
         return self._slots[layer]

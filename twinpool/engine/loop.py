@@ -165,7 +165,8 @@ class EngineLoop:
         sequence is gone and ``on_written`` is never called.
 
         Raises:
-            InvalidRequest, PromptTooLong, QueueFull, WorkerDraining: As ``Engine.submit``.
+            InvalidRequest, PromptTooLong, QueueFull: As ``Engine.submit``.
+            WorkerDraining: Nothing new is taken.
         """
         generation = Generation(request, abandon=self.abandon, on_written=on_written)
         await self._open(
@@ -178,7 +179,8 @@ class EngineLoop:
         """Take room for KV that is computed elsewhere; its block numbers are in ``Generation.blocks``.
 
         Raises:
-            InvalidRequest, PromptTooLong, NoFreeBlocks, WorkerDraining: As ``Engine.reserve``.
+            InvalidRequest, PromptTooLong, NoFreeBlocks: As ``Engine.reserve``.
+            WorkerDraining: Nothing new is taken.
         """
         generation = Generation(request, abandon=self.abandon)
         await self._open(generation, lambda engine: engine.reserve(request))

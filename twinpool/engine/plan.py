@@ -1,6 +1,6 @@
 """What one engine step computes: the words between policy, scheduler and runner.
 
-Knows nothing of torch: the simulator runs the same scheduler with another runner.
+Knows nothing of torch, so that a test runs the same scheduler with another runner.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which sequences a step computes, and which blocks they get: continuous batching without torch or I/O.
 
-The simulator runs this very code.  Knows no runner, no thread and no clock: time is handed in.
+Knows no runner, no thread and no clock: time is handed in.
 
 Blocks, in four rules:
 
@@ -89,10 +89,6 @@ class Scheduler:
         """Whether a sequence wants to be computed; it may still have to wait for blocks."""
         return bool(len(self._decoding) or len(self._prefilling) or len(self._waiting))
 
-    def num_blocks(self, num_tokens: int) -> int:
-        """Return how many blocks hold ``num_tokens`` tokens."""
-        return -(-num_tokens // self._config.block_tokens)
-
     def enqueue(self, sequence: SequenceState) -> None:
         """Let a new sequence wait for its first step."""
         assert sequence.status is SequenceStatus.WAITING, "only a waiting sequence can be enqueued"
@@ -106,7 +102,7 @@ class Scheduler:
             NoFreeBlocks: Nothing was taken.  Blocks that older sequences wait for do not count as free.
         """
         assert sequence.status is SequenceStatus.RECEIVING, "only a receiving sequence can be held"
-        needed = self.num_blocks(sequence.num_start_tokens)
+        needed = self._num_blocks(sequence.num_start_tokens)
         free = self._num_free_for_newcomers(now_s)
         if needed > free:
             raise NoFreeBlocks(needed=needed, free=free, total=self.pool.num_blocks)
@@ -254,7 +250,7 @@ class Scheduler:
             return False
         if self._line_holder(now_s) not in (None, sequence):
             return False
-        needed = self.num_blocks(sequence.num_start_tokens)
+        needed = self._num_blocks(sequence.num_start_tokens)
         if needed > self.pool.num_free or needed + self._headroom(sequence, batch) > self.pool.num_free:
             if sequence.blocked_since_s is None:
                 sequence.blocked_since_s = now_s
@@ -292,10 +288,13 @@ class Scheduler:
             return batch.num_growing
         older = (other for line in (self._prefilling, self._decoding) for other in line)
         return sum(
-            self.num_blocks(other.request.max_total_tokens) - len(other.blocks)
+            self._num_blocks(other.request.max_total_tokens) - len(other.blocks)
             for other in older
             if other.number < sequence.number and not other.has_destination
         )
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._config.block_tokens)
 
     def _num_growing(self) -> int:
         return sum(1 for sequence in self._decoding if self._needs_block(sequence))
@@ -307,7 +306,7 @@ class Scheduler:
         free = self.pool.num_free - self._num_growing()
         holder = self._line_holder(now_s)
         if holder is not None:
-            free -= self.num_blocks(holder.num_start_tokens) + self._headroom(holder)
+            free -= self._num_blocks(holder.num_start_tokens) + self._headroom(holder)
         return max(free, 0)
 
     def _grow(self, sequence: SequenceState, batch: _Batch) -> bool:
