@@ -17,7 +17,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 from kv_transfer.receiver import KVReceiver
-from twinpool.core.errors import InvalidRequest, ServingError, TransferRefused
+from twinpool.core.errors import ServingError, TransferRefused
 from twinpool.core.request import Request, TokenOutput
 from twinpool.core.tasks import OwnedTasks
 from twinpool.core.ticket import KVTicket, TransferReport
@@ -77,7 +77,6 @@ class DecodeService:
         reservation = self._claim(ticket)
         is_answered = False
         try:
-            _check_first(first, reservation.generation.request)
             self._receiver.resumed(transfer_id)
             await self._receiver.wait(transfer_id, ticket.epoch)
             await self._loop.arrived(reservation.generation, first)
@@ -140,10 +139,3 @@ class _Reservation:
     ticket: KVTicket
     generation: Generation
     is_resumed: bool = False
-
-
-def _check_first(first: TokenOutput, request: Request) -> None:
-    if first.index != len(request.output_ids):
-        raise InvalidRequest("first", f"token {first.index} came, {len(request.output_ids)} is next")
-    if first.finish is not None:
-        raise InvalidRequest("first", "no token can follow it")

@@ -18,11 +18,6 @@ class Credit:
         self._is_closed = False
         self._changed = asyncio.Event()
 
-    @property
-    def in_flight_bytes(self) -> int:
-        """Bytes taken and not granted again."""
-        return self._in_flight_bytes
-
     def grant(self, num_bytes: int) -> None:
         """Add room: at first the window, then what the receiver is done with."""
         self._free_bytes += num_bytes

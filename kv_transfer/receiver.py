@@ -59,8 +59,11 @@ class KVReceiver:
         epoch: Of this life of the worker; frames of another one are refused.
         endpoints: Of the worker's transports, best first.
         config: Lease and checksum.
-        on_expired: Called once with the transfer id when a lease ran out, after which nothing is
-            written for it; the lender takes its blocks back.
+
+    Attributes:
+        counters: Read them.
+        on_expired: Set by the lender of the blocks.  Called once with the transfer id when a lease ran
+            out, after which nothing is written for it; the lender takes its blocks back.
     """
 
     def __init__(
@@ -72,10 +75,9 @@ class KVReceiver:
         epoch: int,
         endpoints: Sequence[Endpoint],
         config: TransferConfig,
-        on_expired: Callable[[str], None] = lambda transfer_id: None,
     ) -> None:
         self.counters = ReceiverCounters()
-        self.on_expired = on_expired
+        self.on_expired: Callable[[str], None] = lambda transfer_id: None
         self._store = store
         self._clock = clock
         self._worker_id = worker_id

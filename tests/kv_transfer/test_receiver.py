@@ -37,8 +37,8 @@ class Receiving:
             epoch=3,
             endpoints=[Endpoint("loopback", "worker-0")],
             config=TransferConfig(lease_s=LEASE_S, checksum=checksum),
-            on_expired=self.expired.append,
         )
+        self.receiver.on_expired = self.expired.append
         self.ticket = self.receiver.expect(
             request_id="r0",
             blocks=BLOCKS,

@@ -118,8 +118,8 @@ class Schedule:
             epoch=self.epoch,
             endpoints=[],
             config=TransferConfig(lease_s=LEASE_S),
-            on_expired=self.on_expired,
         )
+        self.receiver.on_expired = self.on_expired
 
     def expect(self) -> None:
         num_blocks = self.rng.randint(1, 3)
