@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from importlib.metadata import version
 
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 
+from router.deployment import Deployment
+from router.http.body import read_object
+from router.http.config import HTTPConfig
 from router.http.errors import NotFound
+from router.http.schema import ReplaceBody, ScaleBody, validate
 from router.metrics import CONTENT_TYPE
 from router.router import Router
 from router.workers import WorkerHandle
@@ -17,16 +20,18 @@ from twinpool.core.ports import Role
 
 
 class AdminRoutes:
-    """Endpoints that look at a router and change nothing.
+    """Endpoints that look at a router and its deployment, and two that change which workers are wanted.
 
     Args:
         router: What is looked at.
-        deployment: Tells of the workers that are wanted.
+        deployment: Starts and ends workers.
+        config: Limits of a body.
     """
 
-    def __init__(self, router: Router, deployment: Callable[[], Mapping[str, object]]) -> None:
+    def __init__(self, router: Router, deployment: Deployment, config: HTTPConfig) -> None:
         self._router = router
         self._deployment = deployment
+        self._config = config
 
     async def health(self, _: HTTPRequest) -> Response:
         """Say that the process lives."""
@@ -52,7 +57,19 @@ class AdminRoutes:
 
     async def deployment(self, _: HTTPRequest) -> Response:
         """Tell of the workers that are wanted, those that cannot be placed included."""
-        return JSONResponse(self._deployment())
+        return JSONResponse(self._deployment.describe())
+
+    async def scale(self, request: HTTPRequest) -> Response:
+        """Change how many workers of each role are wanted; answers before they are there."""
+        body = validate(ScaleBody, await read_object(request.scope, request.receive, self._config))
+        await self._deployment.scale(body.wanted())
+        return JSONResponse(self._deployment.describe(), status_code=202)
+
+    async def replace(self, request: HTTPRequest) -> Response:
+        """Drain one worker and start its successor; answers before that happened."""
+        body = validate(ReplaceBody, await read_object(request.scope, request.receive, self._config))
+        await self._deployment.replace(body.worker)
+        return JSONResponse(self._deployment.describe(), status_code=202)
 
     async def audit(self, _: HTTPRequest) -> Response:
         """Ask every worker for its books."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.routing import Router as StarletteRouter
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from router.deployment import Deployment, StartedElsewhere
 from router.http.admin import AdminRoutes
 from router.http.chat import ChatShape
 from router.http.completions import CompletionShape
@@ -31,7 +32,7 @@ def create_app(
     config: HTTPConfig,
     *,
     entropy: random.Random | None = None,
-    deployment: Callable[[], Mapping[str, object]] = dict,
+    deployment: Deployment | None = None,
 ) -> ASGIApp:
     """Build the HTTP application.
 
@@ -40,7 +41,7 @@ def create_app(
         model: What is served.
         config: Limits and the API key.
         entropy: Gives the seeds of requests that name none; the machine's own by default.
-        deployment: Tells of the workers that are wanted, as JSON values; nothing by default.
+        deployment: Starts and ends workers; by default that is done elsewhere.
     """
     preparer = Preparer(
         model,
@@ -49,7 +50,7 @@ def create_app(
         timeout_s=router.config.request_timeout_s,
         entropy=entropy or random.SystemRandom(),
     )
-    admin, models = AdminRoutes(router, deployment), ModelRoutes(model)
+    admin, models = AdminRoutes(router, deployment or StartedElsewhere(), config), ModelRoutes(model)
     tokenize = TokenizeRoutes(model, preparer, config)
     routes = [
         Route("/v1/completions", _completions(router, model, config, preparer), methods=["POST"]),
@@ -64,6 +65,8 @@ def create_app(
         Route("/version", admin.version, methods=["GET"]),
         Route("/admin/workers", admin.workers, methods=["GET"]),
         Route("/admin/deployment", admin.deployment, methods=["GET"]),
+        Route("/admin/scale", admin.scale, methods=["POST"]),
+        Route("/admin/replace", admin.replace, methods=["POST"]),
         Route("/admin/audit", admin.audit, methods=["GET"]),
         Route("/admin/requests/{id:path}", admin.request, methods=["GET"]),
     ]

@@ -26,6 +26,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from twinpool.core.errors import InvalidRequest
+from twinpool.core.ports import Role
 
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
@@ -37,6 +38,7 @@ MAX_PROMPTS = 32
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128
 MAX_NAME_CHARS = 256
+MAX_WORKERS = 1024
 
 TEMPLATE_OWN = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
@@ -254,7 +256,7 @@ class _Generation(_Body):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, PlainValidator(_top_k)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] = 1.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(_logit_bias)] = ()
@@ -390,6 +392,31 @@ class DetokenizeBody(_Body):
     model: str | None = None
     tokens: Annotated[tuple[int, ...], PlainValidator(_some_token_ids)]
     skip_special_tokens: bool = False
+
+
+class _AdminBody(_Body):
+    """An order: a word that is not understood is refused, so that a slip changes nothing."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+class ScaleBody(_AdminBody):
+    """POST /admin/scale; a role that is not named stays as it is."""
+
+    prefill: Annotated[int, Field(ge=0, le=MAX_WORKERS)] | None = None
+    decode: Annotated[int, Field(ge=0, le=MAX_WORKERS)] | None = None
+    colocated: Annotated[int, Field(ge=0, le=MAX_WORKERS)] | None = None
+
+    def wanted(self) -> dict[Role, int]:
+        """Return the number of workers by role, for the roles that were named."""
+        named = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.COLOCATED: self.colocated}
+        return {role: count for role, count in named.items() if count is not None}
+
+
+class ReplaceBody(_AdminBody):
+    """POST /admin/replace."""
+
+    worker: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
 BodyT = TypeVar("BodyT", bound=_Body)

@@ -69,6 +69,24 @@ def test_a_deployment_answers_survives_its_workers_and_ray_and_leaves_nothing(mo
         ]
         assert report["last_failure"].startswith("killed by SIGKILL")
 
+        server.client.post("/admin/scale", {"prefill": 2})
+        server.client.post("/admin/replace", {"worker": "prefill-0"})
+
+        def is_scaled() -> bool:
+            there = {worker["id"]: worker for worker in server.client.get("/admin/workers")}
+            return (
+                set(there) == {"prefill-0", "prefill-1", "decode-0"}
+                and there["prefill-0"]["generation"] > workers["prefill-0"]["generation"]
+                and all(worker["state"] == "ready" for worker in there.values())
+            )
+
+        assert eventually(is_scaled)
+        server.client.post("/admin/scale", {"prefill": 1})
+        assert eventually(lambda: len(server.client.get("/admin/workers")) == 2)
+        with pytest.raises(ServingError, match="0 workers cannot follow 1"):
+            server.client.post("/admin/scale", {"decode": 0})
+        assert server.answer() == expected
+
         (store,) = [process for process in server.descendants() if process.name() == "gcs_server"]
         store.kill()
         assert [server.answer() for _ in range(5)] == [expected] * 5

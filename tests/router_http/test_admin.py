@@ -115,5 +115,29 @@ def test_settings_that_cannot_work_are_refused_by_name(field: str, value: object
         HTTPConfig(**{field: value})  # type: ignore[arg-type]
 
 
-def test_without_a_deployment_there_is_nothing_to_tell(site: Site) -> None:
-    assert site.request("GET", "/admin/deployment").json == {}
+def test_workers_that_were_started_elsewhere_are_not_ours_to_scale(site: Site) -> None:
+    assert site.request("GET", "/admin/deployment").json == {"workers": [], "ray": "not used"}
+
+    scaled = site.post("/admin/scale", {"prefill": 2})
+    replaced = site.post("/admin/replace", {"worker": "w0"})
+
+    assert (scaled.status, replaced.status) == (400, 400)
+    assert scaled.json["error"]["message"].endswith("are started and ended elsewhere")
+    assert replaced.json["error"]["param"] == "worker"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/admin/scale", {"prefil": 2}, "prefil"),
+        ("/admin/scale", {"prefill": -1}, "prefill"),
+        ("/admin/scale", {"decode": "2"}, "decode"),
+        ("/admin/replace", {}, "worker"),
+        ("/admin/replace", {"worker": ""}, "worker"),
+    ],
+)
+def test_an_order_with_a_slip_is_refused(site: Site, path: str, body: dict[str, object], param: str) -> None:
+    refusal = site.post(path, body)
+
+    assert refusal.status == 400
+    assert refusal.json["error"]["param"] == param

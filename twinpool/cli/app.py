@@ -13,6 +13,7 @@ from typing import NoReturn, TypeAlias
 
 from twinpool.cli import options
 from twinpool.core.errors import ConfigError, ServingError
+from twinpool.core.ports import Role
 
 _EXIT_USAGE, _EXIT_FAILED = 2, 1
 
@@ -54,6 +55,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_complete(commands)
     _add_chat(commands)
     _add_status(commands)
+    _add_scale(commands)
+    _add_replace(commands)
     _add_models(commands)
     _add_doctor(commands)
     return parser
@@ -110,6 +113,25 @@ def _add_status(commands: Commands) -> None:
     command.set_defaults(run=_status)
 
 
+def _add_scale(commands: Commands) -> None:
+    command = commands.add_parser(
+        "scale", help="change how many workers a running server has", allow_abbrev=False
+    )
+    for role in Role:
+        command.add_argument(f"--{role}", type=int, default=None, metavar="N", help=f"{role} workers")
+    options.add_client(command)
+    command.set_defaults(run=_scale)
+
+
+def _add_replace(commands: Commands) -> None:
+    command = commands.add_parser(
+        "replace", help="drain a worker and start its successor", allow_abbrev=False
+    )
+    command.add_argument("worker", help="its id, as `twinpool status` shows it")
+    options.add_client(command)
+    command.set_defaults(run=_replace)
+
+
 def _add_models(commands: Commands) -> None:
     models = commands.add_parser("models", help="fetch models and list them", allow_abbrev=False)
     actions = models.add_subparsers(metavar="ACTION", required=True)
@@ -163,6 +185,18 @@ def _status(args: argparse.Namespace) -> int:
     from twinpool.cli import status
 
     return status.status(args)
+
+
+def _scale(args: argparse.Namespace) -> int:
+    from twinpool.cli import scale
+
+    return scale.scale(args)
+
+
+def _replace(args: argparse.Namespace) -> int:
+    from twinpool.cli import scale
+
+    return scale.replace(args)
 
 
 def _pull(args: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from twinpool.cluster.agent import AgentSpec
 from twinpool.cluster.pools import WorkerReport
 from twinpool.core.config import bind, unbind
 from twinpool.core.errors import WorkerLost
+from twinpool.core.ports import Role
 
 _LINE_BYTES = 2**22
 _END_MARGIN_S = 30.0  # beyond the time to drain, for the ends of Ray and of every process
@@ -54,6 +55,14 @@ class AgentProcess:
     def has_ended(self) -> bool:
         """Whether the agent is gone, asked or not."""
         return self._following is not None and self._following.done()
+
+    async def scale(self, role: Role, workers: int) -> None:
+        """Want so many workers of ``role`` from now on."""
+        await self._send({"op": "scale", "role": role.value, "workers": workers})
+
+    async def replace(self, worker_id: str) -> None:
+        """Drain a worker and start its next life."""
+        await self._send({"op": "replace", "worker_id": worker_id})
 
     async def stop(self, *, drain_s: float) -> None:
         """Drain and end every worker, then Ray, then the agent.  Idempotent."""

@@ -16,7 +16,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +30,10 @@ from router.workers import WorkerPool
 from twinpool.checkpoints.resolve import resolve_model, served_name
 from twinpool.cluster.agent import AgentSpec
 from twinpool.cluster.agent_process import AgentProcess, check_started
-from twinpool.cluster.config import DeploymentConfig, WorkerConfig
+from twinpool.cluster.config import DeploymentConfig, PoolsConfig, WorkerConfig
 from twinpool.core.clock import SystemClock
 from twinpool.core.config import unbind
-from twinpool.core.errors import ConfigError, ModelError, NoWorkers, Unavailable
+from twinpool.core.errors import ConfigError, InvalidRequest, ModelError, NoWorkers, Unavailable
 from twinpool.core.ports import Role
 from twinpool.rpc.registry import RegistryConfig, RegistryServer
 from twinpool.text.chat import ChatTemplate
@@ -147,9 +147,8 @@ class _Server:
     async def _http(self, pool: WorkerPool, agent: AgentProcess | None) -> AsyncIterator[tuple[Router, str]]:
         clock, config = SystemClock(), self._config.router_config(model_name=self._model.name)
         router = Router(config, pool=pool, clock=clock)
-        app = create_app(
-            router, self._model, self._config.http, deployment=lambda: describe_deployment(agent)
-        )
+        deployment = None if agent is None else RayDeployment(agent, self._config.pools)
+        app = create_app(router, self._model, self._config.http, deployment=deployment)
         server = HTTPServer(app, replace(self._config.http, stop_timeout_s=_CUT_S))
         await server.start()
         try:
@@ -255,14 +254,38 @@ def load_served_model(folder: Path, config: DeploymentConfig) -> ServedModel:
     )
 
 
-def describe_deployment(agent: AgentProcess | None) -> dict[str, object]:
-    """Return what `twinpool status` shows beside the router's own view."""
-    if agent is None:
-        return {"workers": [], "ray": "not used"}
-    return {
-        "workers": [unbind(report) for report in agent.reports or ()],
-        "ray": agent.away or agent.failure or "ok",
-    }
+class RayDeployment:
+    """The Deployment whose workers an agent runs on Ray.
+
+    Args:
+        agent: Of this deployment.
+        pools: What was wanted at the start.
+    """
+
+    def __init__(self, agent: AgentProcess, pools: PoolsConfig) -> None:
+        self._agent = agent
+        self._wanted = {role: pool.workers for role, pool in pools.by_role().items()}
+
+    def describe(self) -> Mapping[str, object]:
+        return {
+            "workers": [unbind(report) for report in self._agent.reports or ()],
+            "ray": self._agent.away or self._agent.failure or "ok",
+        }
+
+    async def scale(self, wanted: Mapping[Role, int]) -> None:
+        """As the protocol says; a pool that the deployment has cannot be emptied, nor a new one made."""
+        for role, workers in wanted.items():
+            if (workers > 0) != (self._wanted[role] > 0):
+                there = self._wanted[role]
+                raise InvalidRequest(role.value, f"{workers} workers cannot follow {there}")
+        for role, workers in wanted.items():
+            self._wanted[role] = workers
+            await self._agent.scale(role, workers)
+
+    async def replace(self, worker_id: str) -> None:
+        if worker_id not in {report.worker_id for report in self._agent.reports or ()}:
+            raise InvalidRequest("worker", f"{worker_id} is none of this deployment")
+        await self._agent.replace(worker_id)
 
 
 def check_free(host: str, port: int) -> None:

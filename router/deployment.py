@@ -1,0 +1,46 @@
+"""The deployment around a router, as operators see it: which workers are wanted, and how to change that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from twinpool.core.errors import InvalidRequest
+from twinpool.core.ports import Role
+
+
+class Deployment(Protocol):
+    """Somebody who starts and ends workers."""
+
+    def describe(self) -> Mapping[str, object]:
+        """Tell of the workers that are wanted, those without a place included, as JSON values."""
+        ...
+
+    async def scale(self, wanted: Mapping[Role, int]) -> None:
+        """Want so many workers of each role that is named; surplus ones drain, the highest number first.
+
+        Raises:
+            InvalidRequest: The deployment could not answer then, or has no such pool.
+        """
+        ...
+
+    async def replace(self, worker_id: str) -> None:
+        """Drain a worker and start another life of it.
+
+        Raises:
+            InvalidRequest: No such worker is wanted.
+        """
+        ...
+
+
+class StartedElsewhere:
+    """Workers that come and go by other hands."""
+
+    def describe(self) -> Mapping[str, object]:
+        return {"workers": [], "ray": "not used"}
+
+    async def scale(self, wanted: Mapping[Role, int]) -> None:
+        raise InvalidRequest(None, "the workers of this deployment are started and ended elsewhere")
+
+    async def replace(self, worker_id: str) -> None:
+        raise InvalidRequest("worker", f"{worker_id} was started elsewhere and is replaced there")
