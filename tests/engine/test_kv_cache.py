@@ -7,6 +7,7 @@ import random
 import threading
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -174,3 +175,13 @@ def test_reading_while_another_thread_stores_elsewhere_is_exact() -> None:
     finally:
         stop.set()
         thread.join()
+
+
+def test_a_large_cache_takes_no_memory_before_it_is_used() -> None:
+    before = psutil.Process().memory_info().rss
+
+    cache = KVCache(layout(num_kv_heads=8, head_dim=128), 4 * 1024, "cpu")
+
+    size = cache.num_blocks * cache.layout.block_bytes
+    assert size == 2**30
+    assert psutil.Process().memory_info().rss - before < size / 16

@@ -7,6 +7,7 @@ Shapes: N blocks, C tokens per block, S = N x C slots, T tokens, K KV heads, D h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -36,9 +37,7 @@ class KVCache:
         self._device = torch.device(device)
         shape = (2, num_blocks * layout.block_tokens, layout.num_kv_heads, layout.head_dim)
         dtype: torch.dtype = getattr(torch, layout.dtype)
-        self._layers = [
-            torch.zeros(shape, dtype=dtype, device=self._device) for _ in range(layout.num_layers)
-        ]
+        self._layers = [_zeros(shape, dtype, self._device) for _ in range(layout.num_layers)]
         self._slots = [(layer[0], layer[1]) for layer in self._layers]
         self._token_bytes = layout.layer_token_bytes // 2
 
@@ -133,3 +132,11 @@ class KVCache:
         for start, end, slot in runs:
             slots[start:end] = torch.arange(slot, slot + end - start)
         return slots.to(self._device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros; those on a CPU take no memory and no time until they are first used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)  # calloc: torch would write them all
+    return torch.from_numpy(pages).view(dtype).view(shape)
