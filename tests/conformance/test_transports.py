@@ -21,9 +21,7 @@ from kv_transfer.registry import load_transport, transport_names
 from tests.kv_transfer.numpy_store import NumpyStore
 from tests.kv_transfer.workers import (
     LAYOUT,
-    PATIENCE_S,
     Worker,
-    eventually,
     expect,
     frames_of,
     open_channel,
@@ -31,6 +29,7 @@ from tests.kv_transfer.workers import (
     two_workers,
     write_all,
 )
+from tests.patience import PATIENCE_S, eventually
 from twinpool.core.clock import ManualClock, SystemClock
 from twinpool.core.errors import (
     TransferDamaged,

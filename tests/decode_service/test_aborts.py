@@ -9,8 +9,9 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import pytest
 
-from tests.decode_service.toy_worker import ToyWorker, adds_up, pair, until
+from tests.decode_service.toy_worker import ToyWorker, adds_up, pair
 from tests.engine.fake_runner import expected_output
+from tests.patience import eventually
 from tests.toys import request
 from twinpool.core.clock import SystemClock
 from twinpool.core.errors import NoFreeBlocks, ServingError
@@ -63,7 +64,7 @@ def test_requests_given_up_at_random_leave_nothing(seed: int, is_remote: bool) -
             answering = asyncio.ensure_future(answer(prefill_port, decode_port, asked))
             if gives_up_after is not None:
                 end = num_steps() + gives_up_after
-                await until(lambda: answering.done() or num_steps() >= end)
+                await eventually(lambda: answering.done() or num_steps() >= end)
                 answering.cancel()
             try:
                 assert await answering == expected_output(asked)

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from kv_transfer.config import TransferConfig
-from tests.decode_service.toy_worker import PATIENCE_S, ToyWorker, pair, toy_worker, until
+from tests.decode_service.toy_worker import ToyWorker, pair, toy_worker
 from tests.engine.fake_runner import expected_output
+from tests.patience import PATIENCE_S, eventually
 from tests.toys import request
 from twinpool.core.errors import (
     InternalError,
@@ -40,7 +41,7 @@ async def delivered(prefill: ToyWorker, decode: ToyWorker, asked: Request) -> tu
     """Reserve, prefill, and wait until the KV is whole."""
     ticket = await decode.decode.reserve(asked)
     first = await prefill.prefill.prefill(asked, ticket)
-    await until(lambda: decode.receiver.report(ticket.transfer_id).complete_s is not None)
+    await eventually(lambda: decode.receiver.report(ticket.transfer_id).complete_s is not None)
     return ticket, first
 
 
@@ -117,7 +118,7 @@ def test_a_ticket_is_resumed_once() -> None:
             decode.brake.step_s = 0.01
             ticket, first = await delivered(prefill, decode, asked)
             running = asyncio.ensure_future(resume(decode, ticket, first))
-            await until(lambda: decode.decode.num_tickets == 0)
+            await eventually(lambda: decode.decode.num_tickets == 0)
             with pytest.raises(TransferRefused, match="is resumed already"):
                 await resume(decode, ticket, first)
             assert [first.token_id, *await running] == expected_output(asked)
@@ -221,7 +222,7 @@ def test_a_resume_that_is_cancelled_frees_everything(is_delivered: bool) -> None
             else:
                 ticket, first = await decode.decode.reserve(asked), TokenOutput(index=0, token_id=1)
             resuming = asyncio.ensure_future(resume(decode, ticket, first))
-            await until(lambda: decode.decode.num_tickets == 0)
+            await eventually(lambda: decode.decode.num_tickets == 0)
             await asyncio.sleep(0.05)
             resuming.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -255,7 +256,7 @@ def test_a_sender_that_gives_up_is_told_to_who_waits() -> None:
             ticket = await decode.decode.reserve(asked)
             sending = asyncio.ensure_future(prefill.prefill.prefill(asked, ticket))
             resuming = asyncio.ensure_future(resume(decode, ticket, TokenOutput(index=0, token_id=1)))
-            await until(lambda: decode.receiver.counters.frames >= 1)
+            await eventually(lambda: decode.receiver.counters.frames >= 1)
             sending.cancel()
             with pytest.raises(TransferError):
                 await resuming
@@ -299,7 +300,7 @@ def test_a_draining_worker_reserves_nothing_but_ends_what_it_has() -> None:
             decode.brake.step_s = 0.01
             ticket, first = await delivered(prefill, decode, asked)
             draining = asyncio.ensure_future(decode.control.drain(timeout_s=PATIENCE_S))
-            await until(lambda: decode.control.load().draining)
+            await eventually(lambda: decode.control.load().draining)
             with pytest.raises(WorkerDraining):
                 await decode.decode.reserve(request(request_id="r1"))
             assert not draining.done()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ from kv_transfer.sender import KVSender
 from kv_transfer.transport import Transport
 from prefill_service.service import PrefillService
 from tests.engine.fake_runner import VOCAB_SIZE, FakeRunner
+from tests.patience import PATIENCE_S
 from tests.toys import layout
 from twinpool.core.clock import SystemClock
 from twinpool.core.ports import BlockCounts, Role, WorkerAudit
@@ -30,7 +31,6 @@ from twinpool.engine.worker import WorkerService
 
 LAYOUT = layout(num_layers=2, block_tokens=4)
 NUM_BLOCKS = 32
-PATIENCE_S = 20.0  # far more than anything here takes; only a hang gets there
 
 
 class RunnerStore:
@@ -173,10 +173,3 @@ async def pair(
         toy_worker(config, worker_id="decode", hub=hub) as decode,
     ):
         yield prefill, decode
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait until ``condition`` holds."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)

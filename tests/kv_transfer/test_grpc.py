@@ -23,14 +23,13 @@ from tests.kv_transfer.cut_proxy import CutProxy
 from tests.kv_transfer.receiver_process import CONFIG, NUM_BLOCKS, tickets_from
 from tests.kv_transfer.workers import (
     LAYOUT,
-    PATIENCE_S,
     Worker,
-    eventually,
     expect,
     start_worker,
     two_workers,
     write_all,
 )
+from tests.patience import PATIENCE_S, eventually
 from tests.toys import layout
 from twinpool.core.errors import TransferError, TransferRefused, TransferTimeout
 from twinpool.core.ticket import Endpoint, KVTicket

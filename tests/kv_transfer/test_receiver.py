@@ -10,7 +10,8 @@ import pytest
 from kv_transfer.config import TransferConfig
 from kv_transfer.receiver import KVReceiver
 from tests.kv_transfer.numpy_store import NumpyStore
-from tests.kv_transfer.workers import LAYOUT, eventually, frames_of
+from tests.kv_transfer.workers import LAYOUT, frames_of
+from tests.patience import eventually
 from twinpool.core.clock import ManualClock
 from twinpool.core.errors import TransferDamaged, TransferError, TransferRefused, TransferTimeout
 from twinpool.core.ticket import Endpoint, KVTicket, TransferReport

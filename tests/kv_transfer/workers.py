@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -16,13 +15,13 @@ from kv_transfer.registry import load_transport
 from kv_transfer.sender import KVSender
 from kv_transfer.transport import Channel, Transport
 from tests.kv_transfer.numpy_store import NumpyStore
+from tests.patience import PATIENCE_S
 from tests.toys import layout
 from twinpool.core.clock import Clock, SystemClock
 from twinpool.core.layout import KVLayout
 from twinpool.core.ticket import KVTicket
 
 LAYOUT = layout(num_layers=3, block_tokens=4)
-PATIENCE_S = 20.0  # far more than anything here takes; only a hang gets there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -131,10 +130,3 @@ async def open_channel(worker: Worker, ticket: KVTicket) -> Channel:
     return await worker.transport.open(
         ticket.endpoints[0], transfer_id=ticket.transfer_id, epoch=ticket.epoch, timeout_s=PATIENCE_S
     )
-
-
-async def eventually(is_true: Callable[[], bool]) -> None:
-    """Wait until something holds."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not is_true():  # noqa: ASYNC110 - what holds is not ours to announce
-            await asyncio.sleep(0.001)

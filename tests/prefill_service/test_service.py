@@ -12,8 +12,9 @@ import pytest
 from kv_transfer.config import TransferConfig
 from kv_transfer.frame import Frame
 from kv_transfer.transport import FrameSink
-from tests.decode_service.toy_worker import pair, until
+from tests.decode_service.toy_worker import pair
 from tests.engine.fake_runner import expected_output
+from tests.patience import eventually
 from tests.toys import request
 from twinpool.core.errors import (
     InvalidRequest,
@@ -190,7 +191,7 @@ def test_a_call_cancelled_in_any_step_leaves_clean_books(num_steps: int) -> None
             prefill.brake.step_s = 0.02
             ticket = await decode.decode.reserve(request(LONG))
             calling = asyncio.ensure_future(prefill.prefill.prefill(request(LONG), ticket))
-            await until(lambda: len(prefill.runner.plans) >= num_steps)
+            await eventually(lambda: len(prefill.runner.plans) >= num_steps)
             calling.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await calling
@@ -209,7 +210,7 @@ def test_a_cancelled_call_returns_only_after_the_transfer_stopped_reading() -> N
             prefill.brake.step_s = 0.02
             ticket = await decode.decode.reserve(request(LONG))
             calling = asyncio.ensure_future(prefill.prefill.prefill(request(LONG), ticket))
-            await until(lambda: stuck.reading == 1)
+            await eventually(lambda: stuck.reading == 1)
             calling.cancel()
             while stuck.reading:
                 await asyncio.sleep(0.001)
@@ -257,7 +258,7 @@ def test_a_ticket_that_ends_during_the_prompt_ends_the_prompt() -> None:
             prefill.brake.step_s = 0.05
             ticket = await decode.decode.reserve(request(LONG))
             calling = asyncio.ensure_future(prefill.prefill.prefill(request(LONG), ticket))
-            await until(lambda: decode.receiver.counters.frames >= 1)
+            await eventually(lambda: decode.receiver.counters.frames >= 1)
             await decode.decode.release(ticket)
             assert await decode.is_clean()
             with pytest.raises(TransferRefused):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -128,13 +128,6 @@ async def served() -> AsyncIterator[Served]:
     finally:
         await channel.close()
         await server.stop(grace_s=0.0)
-
-
-async def until(condition: Callable[[], bool], *, timeout_s: float = 10.0) -> None:
-    """Wait until ``condition`` holds."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 class FakeMembers:

@@ -13,7 +13,8 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.rpc.fakes import FakeMembers, until
+from tests.patience import eventually
+from tests.rpc.fakes import FakeMembers
 from tests.rpc.words import INFO, LOAD
 from twinpool.core.errors import ConfigError, LayoutMismatch
 from twinpool.core.ports import WorkerInfo, WorkerLoad
@@ -50,7 +51,7 @@ def test_a_worker_joins_and_is_heard_again_and_again() -> None:
         members = FakeMembers()
         async with registry(members) as server:
             with joining(server.address):
-                await until(lambda: len(members.loads) >= 3)
+                await eventually(lambda: len(members.loads) >= 3)
         assert members.infos == [INFO]
         assert members.loads[:3] == [LOAD] * 3
         assert members.log[0] == ("joined", "decode-0", 7)
@@ -65,7 +66,7 @@ def test_each_heartbeat_carries_the_load_of_its_moment() -> None:
             task = asyncio.ensure_future(
                 join(server.address, INFO, lambda: WorkerLoad(running=next(loads)), config=EAGER)
             )
-            await until(lambda: len(members.loads) >= 4)
+            await eventually(lambda: len(members.loads) >= 4)
             task.cancel()
         assert [load.running for load in members.loads[:4]] == [0, 1, 2, 3]
 
@@ -77,8 +78,8 @@ def test_a_worker_that_stops_joining_has_left() -> None:
         members = FakeMembers()
         async with registry(members) as server:
             with joining(server.address):
-                await until(lambda: len(members.loads) >= 1)
-            await until(lambda: members.log == [("joined", "decode-0", 7), ("left", "decode-0", 7)])
+                await eventually(lambda: len(members.loads) >= 1)
+            await eventually(lambda: members.log == [("joined", "decode-0", 7), ("left", "decode-0", 7)])
 
     asyncio.run(run())
 
@@ -103,10 +104,10 @@ def test_a_worker_waits_for_its_router_and_outlives_it() -> None:
         with joining(f"127.0.0.1:{port}") as task:
             await asyncio.sleep(0.3)  # nobody listens
             async with registry(first, port=port):
-                await until(lambda: len(first.loads) >= 1)
+                await eventually(lambda: len(first.loads) >= 1)
             assert first.log == [("joined", "decode-0", 7), ("left", "decode-0", 7)]
             async with registry(second, port=port):
-                await until(lambda: len(second.loads) >= 1)
+                await eventually(lambda: len(second.loads) >= 1)
                 assert not task.done()
 
     asyncio.run(run())
@@ -117,7 +118,7 @@ def test_a_newer_life_of_a_worker_replaces_the_older_which_gives_up() -> None:
         members = FakeMembers()
         async with registry(members) as server:
             with joining(server.address) as older:
-                await until(lambda: len(members.loads) >= 1)
+                await eventually(lambda: len(members.loads) >= 1)
                 with joining(server.address, replace(INFO, generation=8)) as newer:
                     with pytest.raises(ConfigError, match="decode-0 has joined again since"):
                         await asyncio.wait_for(older, 10.0)
@@ -127,7 +128,7 @@ def test_a_newer_life_of_a_worker_replaces_the_older_which_gives_up() -> None:
                         ("joined", "decode-0", 8),
                     ]
                     heard = len(members.loads)
-                    await until(lambda: len(members.loads) > heard)
+                    await eventually(lambda: len(members.loads) > heard)
                     assert not newer.done()
 
     asyncio.run(run())
@@ -138,7 +139,7 @@ def test_an_older_life_cannot_replace_a_newer_one() -> None:
         members = FakeMembers()
         async with registry(members) as server:
             with joining(server.address):
-                await until(lambda: len(members.loads) >= 1)
+                await eventually(lambda: len(members.loads) >= 1)
                 with pytest.raises(ConfigError, match="decode-0 has joined again since, with generation 7"):
                     await join(server.address, replace(INFO, generation=6), lambda: LOAD, config=EAGER)
                 assert members.log == [("joined", "decode-0", 7)]
@@ -156,12 +157,12 @@ def test_there_is_an_end_to_how_many_join() -> None:
                 )
                 for i in range(4)
             ]
-            await until(lambda: len(members.log) >= 3)
+            await eventually(lambda: len(members.log) >= 3)
             await asyncio.sleep(0.3)
             assert len([line for line in members.log if line[0] == "joined"]) == 3
             waiting = ({"w0", "w1", "w2", "w3"} - {info.worker_id for info in members.infos}).pop()
             tasks[int(members.infos[0].worker_id[1])].cancel()  # its place is free now
-            await until(lambda: members.infos[-1].worker_id == waiting)
+            await eventually(lambda: members.infos[-1].worker_id == waiting)
             for task in tasks:
                 task.cancel()
 
@@ -199,14 +200,14 @@ def test_a_load_that_is_nonsense_ends_the_stay_of_its_worker_alone() -> None:
         members = FakeMembers()
         async with registry(members) as server, grpc.aio.insecure_channel(server.address) as channel:
             with joining(server.address, replace(INFO, worker_id="good")):
-                await until(lambda: len(members.loads) >= 1)
+                await eventually(lambda: len(members.loads) >= 1)
                 call = registry_pb2_grpc.RegistryStub(channel).Join()  # type: ignore[no-untyped-call]
                 await call.write(registry_pb2.JoinMessage(info=codec.info_to_pb(INFO)))
                 assert (await call.read()).heartbeat_s == QUICK.heartbeat_s
                 await call.write(registry_pb2.JoinMessage(load={"stalled_s": -1.0}))
                 with pytest.raises(grpc.aio.AioRpcError, match=r"stalled_s: -1\.0 is not a finite number"):
                     await call.read()
-                await until(lambda: ("left", "decode-0", 7) in members.log)
+                await eventually(lambda: ("left", "decode-0", 7) in members.log)
                 assert ("left", "good", 7) not in members.log
 
     asyncio.run(run())
@@ -229,9 +230,9 @@ def test_a_worker_that_is_killed_has_left_at_once() -> None:
                 sys.executable, "-c", JOINING_PROCESS, server.address
             )
             try:
-                await until(lambda: len(members.loads) >= 1, timeout_s=60.0)
+                await eventually(lambda: len(members.loads) >= 1, within_s=60.0)
                 process.send_signal(signal.SIGKILL)
-                await until(lambda: ("left", "decode-0", 7) in members.log, timeout_s=1.0)
+                await eventually(lambda: ("left", "decode-0", 7) in members.log, within_s=1.0)
             finally:
                 if process.returncode is None:
                     process.kill()

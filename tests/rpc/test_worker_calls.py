@@ -16,7 +16,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.rpc.fakes import CALLS, LAST, FakeWorker, Served, served, until
+from tests.patience import eventually
+from tests.rpc.fakes import CALLS, LAST, FakeWorker, Served, served
 from tests.rpc.words import AUDIT, LOAD, TICKET
 from tests.toys import request
 from twinpool.core.clock import SystemClock
@@ -134,7 +135,7 @@ def test_a_bug_in_one_call_ends_that_call_alone() -> None:
         async with served() as s:
             s.worker.held.update(CALLS)
             other = asyncio.ensure_future(generate(s))
-            await until(lambda: "generate" in s.worker.log)
+            await eventually(lambda: "generate" in s.worker.log)
             s.worker.error = KeyError("secret prompt")
             with pytest.raises(InternalError, match=r"^the worker failed with KeyError$"):
                 await s.decode.release(TICKET)
@@ -160,12 +161,12 @@ def test_cancelling_a_call_cancels_it_on_the_worker(name: str, call: Call) -> No
         async with served() as s:
             s.worker.held.add(name)
             calling = asyncio.ensure_future(call(s))
-            await until(lambda: name in s.worker.log)
+            await eventually(lambda: name in s.worker.log)
             await asyncio.sleep(0.05)
             calling.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await calling
-            await until(lambda: f"{name} aborted" in s.worker.log)
+            await eventually(lambda: f"{name} aborted" in s.worker.log)
 
     asyncio.run(run())
 
@@ -176,7 +177,7 @@ def test_closing_a_stream_early_aborts_it_on_the_worker() -> None:
             s.worker.held.update(CALLS)
             async with aclosing(s.decode.generate(request())) as outputs:
                 assert (await anext(outputs)).index == 0
-            await until(lambda: "generate aborted" in s.worker.log)
+            await eventually(lambda: "generate aborted" in s.worker.log)
 
     asyncio.run(run())
 
@@ -196,7 +197,7 @@ def test_a_consumer_that_stops_reading_can_still_abort() -> None:
             async with aclosing(s.decode.generate(request())) as outputs:
                 await anext(outputs)
                 await asyncio.sleep(0.5)
-            await until(lambda: "generate aborted" in s.worker.log)
+            await eventually(lambda: "generate aborted" in s.worker.log)
 
     asyncio.run(run())
 
@@ -208,13 +209,13 @@ def test_a_reservation_whose_caller_left_is_given_back() -> None:
         async with served() as s:
             s.worker.held.update(CALLS)
             reserving = asyncio.ensure_future(s.decode.reserve(request()))
-            await until(lambda: s.worker.log == ["reserve"])
+            await eventually(lambda: s.worker.log == ["reserve"])
             reserving.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await reserving
             s.worker.held.clear()
-            await until(lambda: s.worker.log == ["reserve", "release"])
-            await until(lambda: s.worker.tickets == [TICKET])
+            await eventually(lambda: s.worker.log == ["reserve", "release"])
+            await eventually(lambda: s.worker.tickets == [TICKET])
 
     asyncio.run(run())
 
@@ -233,7 +234,7 @@ def test_the_deadline_of_a_request_ends_its_call_on_both_sides(name: str, call: 
             s.worker.held.update(CALLS)
             with pytest.raises(DeadlineExceeded):
                 await call(s)
-            await until(lambda: f"{name} aborted" in s.worker.log)
+            await eventually(lambda: f"{name} aborted" in s.worker.log)
 
     asyncio.run(run())
 
@@ -247,7 +248,7 @@ def test_a_resume_has_what_its_reservation_had_left() -> None:
                 async with aclosing(s.decode.resume(ticket, FIRST)) as outputs:
                     async for _ in outputs:
                         pass
-            await until(lambda: "resume aborted" in s.worker.log)
+            await eventually(lambda: "resume aborted" in s.worker.log)
 
     asyncio.run(run())
 
@@ -379,7 +380,7 @@ def test_closing_the_channel_ends_its_calls_as_lost(call: Call) -> None:
         async with served() as s:
             s.worker.held.update(CALLS)
             calling = asyncio.ensure_future(call(s))
-            await until(lambda: s.worker.log != [])
+            await eventually(lambda: s.worker.log != [])
             await asyncio.sleep(0.05)
             await s.channel.close()
             with pytest.raises(WorkerLost):
@@ -458,7 +459,7 @@ def test_stopping_gives_running_calls_their_grace() -> None:
         async with served() as s:
             s.worker.held.update(CALLS)
             running = asyncio.ensure_future(s.prefill.prefill(request(), TICKET))
-            await until(lambda: "prefill" in s.worker.log)
+            await eventually(lambda: "prefill" in s.worker.log)
             stopping = asyncio.ensure_future(s.server.stop(grace_s=30.0))
             await asyncio.sleep(0.1)
             s.worker.held.clear()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from tests.shared import smollm2_references
 from twinpool.checkpoints.resolve import resolve_model
 from twinpool.text.chat import ChatTemplate
 from twinpool.text.detokenizer import IncrementalDetokenizer
 from twinpool.text.tokenizer import Tokenizer
-
-SHARED = Path(os.environ.get("TWINPOOL_SHARED", Path(__file__).resolve().parents[3] / "shared"))
-REFERENCE = SHARED / "smollm2" / "reference.json"
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +39,8 @@ def transformers_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.skipif(not REFERENCE.exists(), reason="the shared reference is not beside the repository")
 def test_prompts_and_answers_are_those_of_the_reference(tokenizer: Tokenizer, template: ChatTemplate) -> None:
-    items = json.loads(REFERENCE.read_text())["items"]
+    items = smollm2_references()
     assert len(items) == 6
     for item in items:
         if item["chat"]:
