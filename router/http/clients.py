@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Send
 from twinpool.core.errors import RequestCancelled, Unavailable
 
 MAX_AHEAD = 256  # items that the sources of one client may be ahead of what it reads
+MAX_AT_ONCE = 32  # sources of one client that run together, so that it cannot fill the router's queue alone
 
 T = TypeVar("T")
 
@@ -61,11 +62,11 @@ def in_time(send: Send, timeout_s: float) -> Send:
 
 
 async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Run all sources at once; yield their items with the index of the source, each source in its order.
+    """Run the sources together; yield their items with the index of the source, each source in its order.
 
     Every source runs in one task from its first item to its last, and waits while the consumer does not
-    keep up.  The first error ends all of them, and
-    so does closing this generator: when it is over, every source is closed.
+    keep up.  At most MAX_AT_ONCE run at a time, the first ones first.  The first error ends all of them,
+    and so does closing this generator: when it is over, every source is closed.
     """
     if len(sources) == 1:
         async with aclosing(sources[0]) as items:
@@ -74,8 +75,8 @@ async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
         return
 
     arrived: asyncio.Queue[tuple[int, T] | asyncio.Task[None]] = asyncio.Queue()
-    room = asyncio.Semaphore(MAX_AHEAD)
-    pumps = [asyncio.create_task(_pump(i, source, arrived, room)) for i, source in enumerate(sources)]
+    room, turns = asyncio.Semaphore(MAX_AHEAD), asyncio.Semaphore(MAX_AT_ONCE)
+    pumps = [asyncio.create_task(_pump(i, source, arrived, room, turns)) for i, source in enumerate(sources)]
     for pump in pumps:
         pump.add_done_callback(arrived.put_nowait)
     try:
@@ -99,8 +100,9 @@ async def _pump(
     source: AsyncGenerator[T, None],
     arrived: asyncio.Queue[tuple[int, T] | asyncio.Task[None]],
     room: asyncio.Semaphore,
+    turns: asyncio.Semaphore,
 ) -> None:
-    async with aclosing(source) as items:
+    async with aclosing(source) as items, turns:
         async for item in items:
             await room.acquire()
             arrived.put_nowait((index, item))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 
 from starlette.types import Receive, Scope, Send
 
@@ -88,7 +89,9 @@ class GenerationEndpoint:
         """Generate one choice; what it holds on the workers is given back before its last delta."""
         assembler = AnswerAssembler(self._tokenizer, prompt_ids=choice.request.prompt_ids, rules=choice.rules)
         last: Delta | None = None
-        async with aclosing(self._router.generate(choice.request, choice.timeline)) as outputs:
+        left_s = choice.request.timeout_s - choice.timeline.now_s()  # it may have waited for its turn
+        request = replace(choice.request, timeout_s=left_s)
+        async with aclosing(self._router.generate(request, choice.timeline)) as outputs:
             async for output in outputs:
                 delta = assembler.push(output)
                 if delta.finish is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from router.config import RouterConfig
+from router.http.clients import MAX_AT_ONCE
 from router.http.config import HTTPConfig
 from tests.router_http.toys import EOS, MAX_MODEL_TOKENS, VOCAB_SIZE, Site
 
@@ -42,6 +43,7 @@ BOTH: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 9}, "presence_penalty"),
     ({"frequency_penalty": -2.5}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-310}, "repetition_penalty"),  # by it, a logit is divided to infinity
     ({"repetition_penalty": 11}, "repetition_penalty"),
     ({"seed": "x"}, "seed"),
     ({"seed": 2**64}, "seed"),
@@ -289,3 +291,24 @@ def test_no_workers_is_a_503_that_says_when_to_come_back() -> None:
     )
     assert stream.status == 503
     assert (ready.status, ready.json["reasons"]) == (503, ["no worker has joined"])
+
+
+def test_the_largest_number_of_choices_is_answered_even_with_a_short_queue() -> None:
+    site = Site(router_config=RouterConfig(max_running_per_worker=2, max_queued=MAX_AT_ONCE))
+    try:
+        reply = site.post(COMPLETIONS, {"prompt": ["a"] * 32, "n": 16, "max_tokens": 2})
+    finally:
+        site.close()
+
+    assert (reply.status, len(reply.json["choices"])) == (200, 512)
+
+
+def test_choices_that_wait_for_their_turn_are_bound_by_the_same_deadline() -> None:
+    site = Site(router_config=RouterConfig(request_timeout_s=0.5))
+    site.worker.delay_s = 0.1
+    try:
+        reply = site.post(COMPLETIONS, {"prompt": ["a"] * 32, "n": 16, "max_tokens": 4})
+    finally:
+        site.close()
+
+    assert (reply.status, reply.json["error"]["code"]) == (504, "deadline_exceeded")

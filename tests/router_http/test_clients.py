@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 from starlette.types import Message
 
-from router.http.clients import MAX_AHEAD, in_time, merged, while_connected
+from router.http.clients import MAX_AHEAD, MAX_AT_ONCE, in_time, merged, while_connected
 from twinpool.core.errors import InternalError, RequestCancelled, Unavailable
 
 
@@ -18,10 +18,12 @@ class Sources:
 
     def __init__(self) -> None:
         self.num_open = 0
+        self.most_open = 0
         self.num_given = 0
 
     async def count(self, number: int, *, fails: bool = False) -> AsyncGenerator[int, None]:
         self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
         try:
             for item in range(number):
                 await asyncio.sleep(0)
@@ -82,6 +84,16 @@ def test_sources_wait_for_a_consumer_that_does_not_keep_up() -> None:
             return sources.num_given
 
     assert asyncio.run(run()) <= MAX_AHEAD + 3
+
+
+def test_only_so_many_sources_run_at_once_and_all_of_them_run_to_their_end() -> None:
+    async def run() -> tuple[int, int, int]:
+        sources = Sources()
+        items = merged([sources.count(3) for _ in range(3 * MAX_AT_ONCE)])
+        given = [item async for item in items]
+        return len(given), sources.most_open, sources.num_open
+
+    assert asyncio.run(run()) == (9 * MAX_AT_ONCE, MAX_AT_ONCE, 0)
 
 
 def test_work_stops_before_the_news_of_a_client_that_left_is_told() -> None:

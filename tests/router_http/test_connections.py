@@ -17,6 +17,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from router.config import RouterConfig
+from router.http.clients import MAX_AT_ONCE
 from router.http.config import HTTPConfig
 from router.http.server import HTTPServer
 from tests.router_http.toys import Reply, Site, raw_post, read_until_closed
@@ -351,7 +352,7 @@ def test_a_client_that_never_reads_is_waited_for_and_given_up() -> None:
         with site.socket() as connection:
             body = {"prompt": ["a"] * 32, "n": 16, "stream": True, "logprobs": 20, "ignore_eos": True}
             connection.sendall(raw_post(COMPLETIONS, body, "x-request-id: slow"))
-            assert wait_until(lambda: site.worker.num_open == 512)
+            assert wait_until(lambda: site.worker.num_open == MAX_AT_ONCE)
             assert wait_until(lambda: site.worker.num_open == 0, timeout_s=30.0)
             outcome = site.request("GET", "/admin/requests/slow").json["outcome"]
     finally:
