@@ -1,0 +1,79 @@
+"""Every example runs as its docstring says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints_toy import make_checkpoint
+from tests.cluster.servers import Server, serving, terminate
+from twinpool.cluster.api_client import ApiClient
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("toy"), "llama")
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Server]:
+    with serving(model, "--set", "http.api_key=secret") as running:
+        yield running
+        assert terminate(running) == 0
+
+
+def run(name: str, *args: str, url: str = "", key: str = "secret") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ | {"TWINPOOL_URL": url, "TWINPOOL_API_KEY": key, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_chat_stream_prints_an_answer_and_its_length(server: Server) -> None:
+    done = run("chat_stream.py", "hello", url=server.client.url)
+
+    assert done.returncode == 0, done.stderr
+    match = re.search(r"\[(\d+) tokens\]\n$", done.stdout)
+    assert match is not None and 1 <= int(match[1]) <= 64
+    assert len(done.stdout) > len(match[0])
+
+
+def test_chat_stream_says_that_it_has_no_answer_when_the_key_is_wrong(server: Server) -> None:
+    done = run("chat_stream.py", "hello", url=server.client.url, key="wrong")
+
+    assert done.returncode == 1
+    assert "no complete answer" in done.stderr and "a valid API key is needed" in done.stderr
+
+
+def test_timeline_prints_every_step_of_a_disaggregated_request(server: Server) -> None:
+    done = run("timeline.py", "hello", url=server.client.url)
+
+    assert done.returncode == 0, done.stderr
+    assert "path disaggregated, prefill prefill-0, decode decode-0\n" in done.stdout
+    steps = re.findall(r"^ *[\d.]+ ms .* (\w+)$", done.stdout, flags=re.MULTILINE)
+    assert set(steps) >= {"queue", "reserve", "prefill", "transfer", "first_token", "decode"}
+    # hello is five byte tokens: 2 layers x key and value x 2 heads x 16 elements x 4 bytes each
+    assert "KV moved: 2560 bytes" in done.stdout
+
+
+def test_in_process_moves_kv_and_answers_as_a_server_does(model: Path, server: Server) -> None:
+    done = run("in_process.py", str(model), "hello")
+
+    assert done.returncode == 0, done.stderr
+    assert "path disaggregated, KV moved: 2560 bytes, outcome: " in done.stdout
+    body = {"prompt": "hello", "max_tokens": 24, "temperature": 0}
+    client = ApiClient(server.client.url, api_key="secret")
+    text = client.post("/v1/completions", body)["choices"][0]["text"]
+    assert done.stdout.startswith(text + "\n")
