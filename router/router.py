@@ -299,8 +299,8 @@ class Router:
         return claim
 
     def _place(self, request: Request, tries: Tries) -> Claim | None:
-        """Take room where the policy says, first without the workers that failed this answer."""
-        for is_avoided in (tries.is_suspect, tries.is_silent) if tries.has_failed else (tries.is_suspect,):
+        """Take room where the policy says, away from the workers that failed this answer if it can be."""
+        for is_avoided in tries.avoidances():
             snapshot = self.pool.snapshot(is_avoided=is_avoided, is_full=tries.is_full)
             placement = self._policy.choose(request, snapshot)
             if placement is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.claim import Claim
@@ -15,6 +16,7 @@ from twinpool.core.errors import (
     WorkerDraining,
     WorkerLost,
 )
+from twinpool.core.ports import Role
 
 REFUSALS = (NoFreeBlocks, QueueFull, WorkerDraining)
 """Before the first token: the worker had no room and did nothing, so asking again is not another attempt."""
@@ -64,10 +66,15 @@ class Tries:
         for handle in suspects(error, claim):
             self._failures[handle.worker_id] = _Mark(handle, handle.num_heard)
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether there are workers to avoid."""
-        return bool(self._failures)
+    def avoidances(self) -> tuple[Callable[[WorkerHandle], bool], ...]:
+        """Return which workers to leave out of the next attempt; the best choice first.
+
+        Two workers that cannot reach each other fail every transfer between them, and both go on speaking.
+        So a decode worker that speaks is asked without the prefill worker before it is asked with it again.
+        """
+        if not self._failures:
+            return (self.is_suspect,)
+        return (self.is_suspect, self._is_suspect_prefill_or_silent, self.is_silent)
 
     def is_suspect(self, handle: WorkerHandle) -> bool:
         """Return whether an attempt failed on this life of the worker."""
@@ -77,6 +84,9 @@ class Tries:
     def is_silent(self, handle: WorkerHandle) -> bool:
         """Return whether an attempt failed there and the worker has not spoken since."""
         return self.is_suspect(handle) and self._failures[handle.worker_id].count == handle.num_heard
+
+    def _is_suspect_prefill_or_silent(self, handle: WorkerHandle) -> bool:
+        return self.is_silent(handle) or (handle.info.role is Role.PREFILL and self.is_suspect(handle))
 
     def is_full(self, handle: WorkerHandle) -> bool:
         """Return whether the worker refused this answer and nothing has changed there since."""

@@ -8,6 +8,7 @@ from contextlib import aclosing, suppress
 
 import pytest
 
+from router.config import Fallback
 from router.workers import EventKind, WorkerState
 from tests.router.fakes import FakeWorker, World, answer, colocated, disaggregated, fast_config, running
 from tests.toys import request
@@ -270,6 +271,42 @@ def test_kv_that_did_not_arrive_is_prefilled_again(error: ServingError) -> None:
             decode.hooks["resume"] = fail_once
             assert await world.ask(QUESTION) == answer(QUESTION)
             assert sum(w.calls.count("prefill") + w.calls.count("generate") for w in world.all_workers) == 2
+            world.assert_at_rest()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_two_workers_that_cannot_reach_each_other_cost_one_attempt(role: Role) -> None:
+    async def main() -> None:
+        async with running(disaggregated()) as world:
+
+            async def fail() -> None:
+                raise TransferRefused("no route between them")
+
+            worker = world.workers[f"{role}-0"]
+            worker.hooks["prefill" if role is Role.PREFILL else "resume"] = fail
+            for _ in range(4):  # in whatever order the two speak
+                timeline = world.timeline(QUESTION)
+                assert await world.ask_with(QUESTION, timeline) == answer(QUESTION)
+                assert timeline.path == "local"
+                assert [e.name for e in timeline.events].count("retry") == 1
+            world.assert_at_rest()
+
+    asyncio.run(main())
+
+
+def test_two_workers_that_cannot_reach_each_other_end_the_answer_where_only_pairs_may_serve() -> None:
+    async def main() -> None:
+        async with running(disaggregated(fast_config(fallback=Fallback.REFUSE))) as world:
+
+            async def fail() -> None:
+                raise TransferRefused("no route between them")
+
+            world.workers["prefill-0"].hooks["prefill"] = fail
+            with pytest.raises(TransferRefused, match="no route"):
+                await world.ask(QUESTION)
+            assert world.workers["prefill-0"].calls.count("prefill") == world.router.config.max_attempts
             world.assert_at_rest()
 
     asyncio.run(main())
