@@ -254,9 +254,8 @@ class Preparer:
         wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         needed = len(prompt.ids) + (1 if wanted is None else max(1, wanted))
         if needed > limit:
-            error = PromptTooLong(needed_tokens=needed, limit_tokens=limit)
-            error.param = prompt.param if len(prompt.ids) >= limit else "max_tokens"
-            raise error
+            param = prompt.param if len(prompt.ids) >= limit else "max_tokens"
+            raise PromptTooLong(needed_tokens=needed, limit_tokens=limit, param=param)
         max_tokens = limit - len(prompt.ids) if wanted is None else wanted
         if body.min_tokens > max_tokens:
             raise InvalidRequest(

@@ -219,6 +219,7 @@ def test_what_does_not_fit_the_context_has_the_code_that_clients_look_for(site: 
     error = site.post(COMPLETIONS, body).json["error"]
 
     assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+    assert error["message"].startswith(f"{field}: 60")
 
 
 @pytest.mark.parametrize(

@@ -77,10 +77,11 @@ class PromptTooLong(InvalidRequest):
     Args:
         needed_tokens: Prompt tokens plus the answer tokens asked for.
         limit_tokens: The most that can be served.
+        param: The request field at fault.
     """
 
-    def __init__(self, *, needed_tokens: int, limit_tokens: int) -> None:
-        super().__init__("prompt", f"{needed_tokens} tokens are more than the {limit_tokens} that fit")
+    def __init__(self, *, needed_tokens: int, limit_tokens: int, param: str = "prompt") -> None:
+        super().__init__(param, f"{needed_tokens} tokens are more than the {limit_tokens} that fit")
         self.needed_tokens = needed_tokens
         self.limit_tokens = limit_tokens
 
