@@ -26,7 +26,7 @@ NUM_TOKENS = 10
 class Receiving:
     """A receiver on a manual clock, with one transfer of ten tokens expected."""
 
-    def __init__(self, *, cached_tokens: int = 0, timeout_s: float = 100.0, checksum: bool = True) -> None:
+    def __init__(self, *, cached_tokens: int = 0, timeout_s: float = 100.0) -> None:
         self.clock = ManualClock()
         self.store = NumpyStore(LAYOUT, 8).fill(seed=2)
         self.before = self.store.bytes.copy()
@@ -37,7 +37,7 @@ class Receiving:
             worker_id="decode",
             epoch=3,
             endpoints=[Endpoint("loopback", "worker-0")],
-            config=TransferConfig(lease_s=LEASE_S, checksum=checksum),
+            config=TransferConfig(lease_s=LEASE_S),
         )
         self.receiver.on_expired = self.expired.append
         self.ticket = self.receiver.expect(
@@ -188,18 +188,6 @@ def test_a_frame_that_claims_to_be_another_one_is_a_checksum_failure(change: dic
         receiving.receiver.accept(replace(receiving.frames[0], **change))
 
     assert receiving.is_untouched
-
-
-def test_without_checksums_a_flipped_byte_is_seen_by_comparing_bytes() -> None:
-    receiving = Receiving(checksum=False)
-    payload = bytearray(receiving.frames[0].payload)
-    payload[17] ^= 0x80
-    receiving.frames[0] = replace(receiving.frames[0], payload=memoryview(payload))
-
-    receiving.accept_all()
-
-    assert receiving.receiver.report(receiving.ticket.transfer_id).complete_s == 0.0
-    assert not receiving.is_equal
 
 
 def test_frames_of_another_life_or_of_an_unknown_transfer_are_refused() -> None:
