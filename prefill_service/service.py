@@ -95,8 +95,9 @@ class PrefillService:
             await transfer.wait()
         except TransferError as error:  # the decode worker tells the router
             _log.info("the KV of %s did not arrive: %s", generation.request.request_id, error)
-        with suppress(ServingError):  # the engine is closed, and its blocks are gone with it
-            await self._loop.drained(generation)
+        finally:
+            with suppress(ServingError):  # the engine is closed, and its blocks are gone with it
+                await self._loop.drained(generation)
 
     async def _give_up(self, generation: Generation, transfer: OutgoingTransfer) -> None:
         """End a prompt that nobody waits for, in any phase."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import suppress
 
 import grpc
 import grpc.aio
@@ -86,10 +87,10 @@ class GrpcTransport:
         )
         await self._server.start()
 
-    async def open(self, peer: Endpoint, *, transfer_id: str, epoch: int, timeout_s: float) -> _GrpcChannel:
+    async def open(self, peer: Endpoint, *, transfer_id: str, epoch: int, timeout_s: float) -> GrpcChannel:
         # No serializers: messages are raw bytes.
         push = self._connection(peer.address).stream_stream(f"/{_SERVICE}/{_METHOD}", None, None)
-        channel = _GrpcChannel(push(None), peer.address, transfer_id, epoch)
+        channel = GrpcChannel(push(None), peer.address, transfer_id, epoch)
         try:
             async with asyncio.timeout(timeout_s):
                 await channel.meet()
@@ -115,7 +116,7 @@ class GrpcTransport:
         return self._connections[address]
 
 
-class _GrpcChannel:
+class GrpcChannel:
     """The sender's half of a stream."""
 
     def __init__(
@@ -150,7 +151,9 @@ class _GrpcChannel:
 
     async def finish(self) -> None:
         if not self._replies.done():
-            await self._call.done_writing()
+            # A connection that breaks in this moment tells what happened through the replies.
+            with suppress(grpc.aio.InternalError):
+                await self._call.done_writing()
         await self.ended()
 
     async def ended(self) -> None:

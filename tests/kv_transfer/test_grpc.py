@@ -16,9 +16,11 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+from grpc.aio import Metadata
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.hub import Hub
+from kv_transfer.transports.grpc import GrpcChannel
 from tests.kv_transfer.cut_proxy import CutProxy
 from tests.kv_transfer.receiver_process import CONFIG, NUM_BLOCKS, tickets_from
 from tests.kv_transfer.workers import (
@@ -100,6 +102,34 @@ def test_a_connection_cut_anywhere_is_an_error_on_both_sides_and_the_next_transf
                 decode.store.fill(seed=cut_after_bytes)
 
     asyncio.run(scenario())
+
+
+class DyingCall:
+    """A stream whose connection breaks while its sender says that it was all."""
+
+    def __init__(self) -> None:
+        self._is_broken = asyncio.Event()
+
+    async def done_writing(self) -> None:
+        self._is_broken.set()
+        raise grpc.aio.InternalError("execute_batch failed")  # type: ignore[no-untyped-call]
+
+    def cancel(self) -> None: ...
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        await self._is_broken.wait()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, Metadata(), Metadata(), "connection reset")
+        yield b""
+
+
+def test_a_connection_that_breaks_at_the_last_word_is_a_failed_transfer() -> None:
+    async def run() -> None:
+        channel = GrpcChannel(DyingCall(), address="there:1", transfer_id="t", epoch=1)  # type: ignore[arg-type]
+        with pytest.raises(TransferError, match="there:1: UNAVAILABLE: connection reset"):
+            await channel.finish()
+        await channel.abort()
+
+    asyncio.run(run())
 
 
 def test_a_flipped_bit_on_the_wire_is_never_taken_as_good() -> None:

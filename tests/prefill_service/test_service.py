@@ -252,6 +252,27 @@ def test_the_blocks_of_a_sent_prompt_do_not_stay_longer_than_the_request_has() -
     asyncio.run(run())
 
 
+class BrokenTransport(StuckTransport):
+    """Takes everything and has a bug at the end."""
+
+    async def send(self, frames: Sequence[Frame]) -> None: ...
+
+    async def finish(self) -> None:
+        await asyncio.sleep(0.1)  # until the first token is out
+        raise RuntimeError("a bug of the transport")
+
+
+def test_a_bug_of_a_transport_costs_no_block() -> None:
+    async def run() -> None:
+        async with pair(transport=BrokenTransport()) as (prefill, decode):
+            ticket = await decode.decode.reserve(request(LONG))
+            first = await prefill.prefill.prefill(request(LONG), ticket)
+            assert first.finish is None
+            assert await prefill.gets_clean()
+
+    asyncio.run(run())
+
+
 def test_a_ticket_that_ends_during_the_prompt_ends_the_prompt() -> None:
     async def run() -> None:
         async with pair() as (prefill, decode):
