@@ -38,6 +38,7 @@ _OPTIONS = (
     # A host that vanished without a word is noticed within 15 s; a process that died, at once.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # without it gRPC waits a minute for a ping's answer
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )

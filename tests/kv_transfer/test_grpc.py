@@ -187,6 +187,23 @@ def test_a_frozen_peer_holds_no_more_than_its_credit_and_ends_with_the_lease() -
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
+def test_a_frozen_network_ends_a_transfer_before_a_long_lease_does() -> None:
+    async def scenario() -> None:
+        async with proxied(replace(CONFIG, lease_s=600.0)) as (prefill, decode, proxy):
+            ticket = expect(decode, blocks=BLOCKS, num_tokens=TOKENS)
+            transfer = prefill.sender.begin(through(proxy, ticket), timeout_s=600.0)
+            transfer.written(0, 4, BLOCKS)
+            await eventually(lambda: decode.receiver.counters.frames == 1)
+            proxy.freeze()
+
+            with pytest.raises(TransferError, match="ping timeout"):
+                async with asyncio.timeout(30.0):
+                    await transfer.wait()
+
+    asyncio.run(scenario())
+
+
 def test_a_peer_that_never_answers_ends_at_the_connect_timeout() -> None:
     async def scenario() -> None:
         async with proxied(replace(CONFIG, connect_timeout_s=0.2)) as (prefill, decode, proxy):
