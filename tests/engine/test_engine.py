@@ -9,7 +9,7 @@ import pytest
 
 from tests import toys
 from tests.engine.fake_runner import VOCAB_SIZE, FakeRunner, expected_output, next_token
-from tests.engine.world import World, engine
+from tests.engine.world import World, engine, prompt
 from twinpool.core.clock import ManualClock
 from twinpool.core.errors import (
     ConfigError,
@@ -26,12 +26,6 @@ from twinpool.core.request import FinishReason, Request, TokenOutput
 from twinpool.engine.engine import Engine
 from twinpool.engine.plan import BatchPlan
 from twinpool.engine.sequence import SequenceState, SequenceStatus
-
-
-def prompt(num_tokens: int, *, request_id: str = "r0", max_tokens: int = 4, **sampling: Any) -> Request:
-    return toys.request(
-        tuple(1 + i % 90 for i in range(num_tokens)), request_id=request_id, max_tokens=max_tokens, **sampling
-    )
 
 
 def run(world: Engine) -> list[tuple[str, TokenOutput | ServingError]]:

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests import toys
 from tests.engine.fake_runner import FakeRunner, expected_output, next_token
-from tests.engine.world import engine
+from tests.engine.world import engine, prompt
 from twinpool.core.clock import ManualClock
 from twinpool.core.errors import (
     DeadlineExceeded,
@@ -22,18 +21,12 @@ from twinpool.core.errors import (
     RequestCancelled,
     WorkerDraining,
 )
-from twinpool.core.request import Request, TokenOutput
+from twinpool.core.request import TokenOutput
 from twinpool.engine.engine import Engine
 from twinpool.engine.loop import EngineLoop, Generation
 from twinpool.engine.plan import BatchPlan
 
 TIMEOUT_S = 20.0  # a test that hangs fails
-
-
-def prompt(num_tokens: int, *, request_id: str = "r0", max_tokens: int = 4, **sampling: Any) -> Request:
-    return toys.request(
-        tuple(1 + i % 90 for i in range(num_tokens)), request_id=request_id, max_tokens=max_tokens, **sampling
-    )
 
 
 class Gate:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import toys
 from tests.engine.fake_runner import VOCAB_SIZE, FakeRunner, expected_output
-from tests.engine.world import World, engine
+from tests.engine.world import World, engine, prompt
 from twinpool.core.clock import ManualClock
 from twinpool.core.errors import NoFreeBlocks
 from twinpool.core.request import Request, SamplingParams
@@ -22,12 +20,6 @@ from twinpool.engine.scheduler import OVERTAKING_S, Scheduler
 from twinpool.engine.sequence import SequenceState, SequenceStatus
 
 NUM_SEEDS = 1000
-
-
-def prompt(num_tokens: int, *, request_id: str = "r0", max_tokens: int = 4, **sampling: Any) -> Request:
-    return toys.request(
-        tuple(1 + i % 90 for i in range(num_tokens)), request_id=request_id, max_tokens=max_tokens, **sampling
-    )
 
 
 def batch_ids(plan: BatchPlan) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests import toys
 from tests.engine.fake_runner import VOCAB_SIZE, FakeRunner, expected_output, next_token
 from twinpool.core.clock import ManualClock
 from twinpool.core.errors import DeadlineExceeded, ServingError
@@ -15,6 +16,13 @@ from twinpool.engine.scheduler import StepResult
 from twinpool.engine.sequence import SequenceState, SequenceStatus
 
 UNDER_TRANSFER = (SequenceStatus.SENDING, SequenceStatus.RECEIVING, SequenceStatus.DRAINING)
+
+
+def prompt(num_tokens: int, *, request_id: str = "r0", max_tokens: int = 4, **sampling: Any) -> Request:
+    """A request of different tokens."""
+    return toys.request(
+        tuple(1 + i % 90 for i in range(num_tokens)), request_id=request_id, max_tokens=max_tokens, **sampling
+    )
 
 
 def engine(
