@@ -21,7 +21,7 @@ from twinpool.core.errors import ServingError, TransferRefused
 from twinpool.core.request import Request, TokenOutput
 from twinpool.core.tasks import OwnedTasks
 from twinpool.core.ticket import KVTicket, TransferReport
-from twinpool.engine.loop import EngineLoop, Generation
+from twinpool.engine.loop import EngineLoop, SequenceHandle
 
 
 class DecodeService:
@@ -62,14 +62,14 @@ class DecodeService:
         await self._cleaning.wait()
 
     async def reserve(self, request: Request) -> KVTicket:
-        generation = await self._loop.reserve(request)
+        handle = await self._loop.reserve(request)
         ticket = self._receiver.expect(
             request_id=request.request_id,
-            blocks=generation.blocks,
+            blocks=handle.blocks,
             num_tokens=request.num_tokens,
             timeout_s=request.timeout_s,
         )
-        self._reservations[ticket.transfer_id] = _Reservation(ticket, generation)
+        self._reservations[ticket.transfer_id] = _Reservation(ticket, handle)
         return ticket
 
     async def resume(self, ticket: KVTicket, first: TokenOutput) -> AsyncGenerator[TokenOutput, None]:
@@ -79,8 +79,8 @@ class DecodeService:
         try:
             self._receiver.resumed(transfer_id)
             await self._receiver.wait(transfer_id, ticket.epoch)
-            await self._loop.arrived(reservation.generation, first)
-            async with aclosing(reservation.generation.outputs()) as outputs:
+            await self._loop.arrived(reservation.handle, first)
+            async with aclosing(reservation.handle.outputs()) as outputs:
                 async for output in outputs:
                     is_answered = output.finish is not None
                     yield output
@@ -92,8 +92,8 @@ class DecodeService:
                 await self._cleaning.finish(self._end(transfer_id, reservation))
 
     async def generate(self, request: Request) -> AsyncGenerator[TokenOutput, None]:
-        generation = await self._loop.submit(request)
-        async with aclosing(generation.outputs()) as outputs:
+        handle = await self._loop.submit(request)
+        async with aclosing(handle.outputs()) as outputs:
             async for output in outputs:
                 yield output
 
@@ -124,8 +124,8 @@ class DecodeService:
         self._receiver.cancel(transfer_id)
         self._reservations.pop(transfer_id, None)
         with suppress(ServingError):  # the engine is closed, and its blocks are gone with it
-            await self._loop.abort(reservation.generation)
-            await self._loop.drained(reservation.generation)
+            await self._loop.abort(reservation.handle)
+            await self._loop.drained(reservation.handle)
 
     def _expire(self, transfer_id: str) -> None:
         """Take the room of a ticket back whose lease is over; the receiver writes no more."""
@@ -137,5 +137,5 @@ class DecodeService:
 @dataclass(slots=True, eq=False)
 class _Reservation:
     ticket: KVTicket
-    generation: Generation
+    handle: SequenceHandle
     is_resumed: bool = False

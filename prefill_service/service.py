@@ -21,7 +21,7 @@ from twinpool.core.errors import InvalidRequest, ServingError, TransferError
 from twinpool.core.request import Request, TokenOutput
 from twinpool.core.tasks import OwnedTasks
 from twinpool.core.ticket import KVTicket
-from twinpool.engine.loop import EngineLoop, Generation
+from twinpool.engine.loop import EngineLoop, SequenceHandle
 
 _log = logging.getLogger(__name__)
 
@@ -52,22 +52,22 @@ class PrefillService:
         transfer = self._sender.begin(ticket, timeout_s=request.timeout_s)
 
         def on_written(layer: int, num_tokens: int) -> None:
-            transfer.written(layer, num_tokens, generation.blocks)
+            transfer.written(layer, num_tokens, handle.blocks)
 
         try:
-            generation = await self._loop.submit(request, on_written=on_written)
+            handle = await self._loop.submit(request, on_written=on_written)
         except BaseException:  # nothing was written, so nothing was read
             await self._tasks.finish(transfer.abort())
             raise
         try:
-            first = await _first_output(generation, transfer)
+            first = await _first_output(handle, transfer)
         except BaseException:
-            await self._tasks.finish(self._give_up(generation, transfer))
+            await self._tasks.finish(self._give_up(handle, transfer))
             raise
         if first.finish is None:
-            self._tasks.start(self._see_off(generation, transfer))
+            self._tasks.start(self._see_off(handle, transfer))
         else:  # nobody decodes after it
-            self._tasks.start(self._give_up(generation, transfer))
+            self._tasks.start(self._give_up(handle, transfer))
         return first
 
     async def close(self) -> None:
@@ -82,11 +82,11 @@ class PrefillService:
                 f"without a ticket the answer must end with its first token, not after "
                 f"{request.sampling.max_tokens - len(request.output_ids)}",
             )
-        generation = await self._loop.submit(request)
-        async with aclosing(generation.outputs()) as outputs:
+        handle = await self._loop.submit(request)
+        async with aclosing(handle.outputs()) as outputs:
             return await anext(outputs)
 
-    async def _see_off(self, generation: Generation, transfer: OutgoingTransfer) -> None:
+    async def _see_off(self, handle: SequenceHandle, transfer: OutgoingTransfer) -> None:
         """Wait until the KV has left, or cannot leave any more; then the blocks are the engine's.
 
         The transfer bounds the wait by the request's time and by the ticket's lease.
@@ -94,22 +94,22 @@ class PrefillService:
         try:
             await transfer.wait()
         except TransferError as error:  # the decode worker tells the router
-            _log.info("the KV of %s did not arrive: %s", generation.request.request_id, error)
+            _log.info("the KV of %s did not arrive: %s", handle.request.request_id, error)
         finally:
             with suppress(ServingError):  # the engine is closed, and its blocks are gone with it
-                await self._loop.drained(generation)
+                await self._loop.drained(handle)
 
-    async def _give_up(self, generation: Generation, transfer: OutgoingTransfer) -> None:
+    async def _give_up(self, handle: SequenceHandle, transfer: OutgoingTransfer) -> None:
         """End a prompt that nobody waits for, in any phase."""
         await transfer.abort()
         with suppress(ServingError):  # the engine is closed, and its blocks are gone with it
-            await self._loop.abort(generation)
-            await self._loop.drained(generation)
+            await self._loop.abort(handle)
+            await self._loop.drained(handle)
 
 
-async def _first_output(generation: Generation, transfer: OutgoingTransfer) -> TokenOutput:
+async def _first_output(handle: SequenceHandle, transfer: OutgoingTransfer) -> TokenOutput:
     """Return the first token, unless the transfer fails before it is known."""
-    async with aclosing(generation.outputs()) as outputs:
+    async with aclosing(handle.outputs()) as outputs:
         computing = asyncio.ensure_future(anext(outputs))
         sending = asyncio.ensure_future(transfer.wait())
         try:

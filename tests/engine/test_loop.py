@@ -23,7 +23,7 @@ from twinpool.core.errors import (
 )
 from twinpool.core.request import TokenOutput
 from twinpool.engine.engine import Engine
-from twinpool.engine.loop import EngineLoop, Generation
+from twinpool.engine.loop import EngineLoop, SequenceHandle
 from twinpool.engine.plan import BatchPlan
 
 TIMEOUT_S = 20.0  # a test that hangs fails
@@ -67,8 +67,8 @@ async def wait(event: threading.Event) -> None:
     assert await asyncio.to_thread(event.wait, TIMEOUT_S)
 
 
-async def collect(generation: Generation) -> list[TokenOutput]:
-    async with aclosing(generation.outputs()) as outputs:
+async def collect(handle: SequenceHandle) -> list[TokenOutput]:
+    async with aclosing(handle.outputs()) as outputs:
         return [output async for output in outputs]
 
 
@@ -80,8 +80,8 @@ def test_twenty_answers_at_once_are_those_of_one_at_a_time() -> None:
     async def test() -> None:
         async with running(engine(FakeRunner(), num_blocks=20)) as loop:
             requests = [prompt(3 + i, request_id=f"r{i}", max_tokens=10) for i in range(20)]
-            generations = [await loop.submit(request) for request in requests]
-            answers = await asyncio.gather(*(collect(generation) for generation in generations))
+            handles = [await loop.submit(request) for request in requests]
+            answers = await asyncio.gather(*(collect(handle) for handle in handles))
 
             assert [[o.token_id for o in answer] for answer in answers] == [*map(expected_output, requests)]
             audit = await loop.audit()
@@ -115,20 +115,20 @@ def test_a_prompt_that_leaves_tells_its_layers_then_gives_one_token_and_keeps_it
 
             def on_written(layer: int, num_tokens: int) -> None:
                 assert threading.get_ident() == event_loop_thread
-                written.append((layer, num_tokens, generation.blocks))
+                written.append((layer, num_tokens, handle.blocks))
 
             request = prompt(8)
-            generation = await loop.submit(request, on_written=on_written)
-            assert written == []  # never before the caller holds the generation
-            (first,) = await collect(generation)
+            handle = await loop.submit(request, on_written=on_written)
+            assert written == []  # never before the caller holds the handle
+            (first,) = await collect(handle)
 
             assert first.token_id == expected_output(request)[0]
-            blocks = generation.blocks
+            blocks = handle.blocks
             assert written == [(0, 5, blocks), (1, 5, blocks), (0, 8, blocks), (1, 8, blocks)]
             assert runner.read(blocks, 8) == list(request.prompt_ids)
             assert (await loop.audit()).blocks.owned == 2
-            await loop.drained(generation)
-            await loop.drained(generation)
+            await loop.drained(handle)
+            await loop.drained(handle)
             assert (await loop.audit()).blocks.free == 8
 
     run(test)
@@ -139,14 +139,14 @@ def test_a_reserved_sequence_decodes_once_its_kv_is_there() -> None:
         runner = FakeRunner()
         async with running(engine(runner)) as loop:
             request = prompt(7, max_tokens=5)
-            generation = await loop.reserve(request)
-            runner.fill(generation.blocks, request.prompt_ids)
+            handle = await loop.reserve(request)
+            runner.fill(handle.blocks, request.prompt_ids)
             first = TokenOutput(index=0, token_id=next_token(request.prompt_ids))
-            await loop.arrived(generation, first)
-            answer = await collect(generation)
+            await loop.arrived(handle, first)
+            answer = await collect(handle)
 
             assert [first.token_id, *(o.token_id for o in answer)] == expected_output(request)
-            await loop.drained(generation)
+            await loop.drained(handle)
             assert (await loop.audit()).blocks.free == 8
 
     run(test)
@@ -155,14 +155,14 @@ def test_a_reserved_sequence_decodes_once_its_kv_is_there() -> None:
 def test_a_reservation_that_is_over_cannot_arrive() -> None:
     async def test() -> None:
         async with running(engine(FakeRunner())) as loop:
-            generation = await loop.reserve(prompt(7))
-            await loop.abort(generation)
+            handle = await loop.reserve(prompt(7))
+            await loop.abort(handle)
             assert (await loop.audit()).blocks.draining == 2
             with pytest.raises(RequestCancelled, match="draining"):
-                await loop.arrived(generation, TokenOutput(index=0, token_id=1))
-            await loop.drained(generation)
+                await loop.arrived(handle, TokenOutput(index=0, token_id=1))
+            await loop.drained(handle)
             with pytest.raises(RequestCancelled, match="the reservation is over"):
-                await loop.arrived(generation, TokenOutput(index=0, token_id=1))
+                await loop.arrived(handle, TokenOutput(index=0, token_id=1))
 
             assert (await loop.audit()).sequences == 0
 
@@ -173,8 +173,8 @@ def test_a_consumer_that_leaves_aborts_its_sequence() -> None:
     async def test() -> None:
         gate = Gate(num_free_steps=1)
         async with running(engine(FakeRunner(before_step=gate), num_blocks=100)) as loop:
-            generation = await loop.submit(prompt(3, max_tokens=300))
-            async with aclosing(generation.outputs()) as outputs:
+            handle = await loop.submit(prompt(3, max_tokens=300))
+            async with aclosing(handle.outputs()) as outputs:
                 await anext(outputs)
             gate.opened.set()
 
@@ -189,8 +189,8 @@ def test_a_cancelled_consumer_aborts_its_sequence() -> None:
     async def test() -> None:
         gate = Gate()
         async with running(engine(FakeRunner(before_step=gate))) as loop:
-            generation = await loop.submit(prompt(3))
-            consumer = asyncio.create_task(collect(generation))
+            handle = await loop.submit(prompt(3))
+            consumer = asyncio.create_task(collect(handle))
             await wait(gate.entered)
             consumer.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -225,7 +225,7 @@ def test_a_cancelled_request_to_the_engine_leaves_nothing(kind: str) -> None:
             await loop.submit(prompt(3, request_id="busy", max_tokens=2))
             await wait(gate.entered)
             writes: list[int] = []
-            calls: dict[str, Callable[[], Awaitable[Generation]]] = {
+            calls: dict[str, Callable[[], Awaitable[SequenceHandle]]] = {
                 "submit": lambda: loop.submit(prompt(3, max_tokens=50)),
                 "submit with destination": lambda: loop.submit(
                     prompt(3), on_written=lambda layer, num_tokens: writes.append(layer)
@@ -250,11 +250,11 @@ def test_deadlines_are_kept_without_any_traffic() -> None:
     async def test() -> None:
         clock = ManualClock()
         async with running(engine(FakeRunner(), clock=clock), clock) as loop:
-            generation = await loop.reserve(prompt(7, timeout_s=5.0))
+            handle = await loop.reserve(prompt(7, timeout_s=5.0))
             await asyncio.sleep(0.02)  # the step after the command is over: only the sweep is left
             clock.advance(5.0)
             with pytest.raises(DeadlineExceeded):
-                await collect(generation)
+                await collect(handle)
 
             assert (await loop.audit()).blocks.draining == 2
 
@@ -268,13 +268,13 @@ def test_load_and_stall_can_be_read_while_the_engine_hangs() -> None:
         async with running(engine(FakeRunner(before_step=gate), clock=clock), clock) as loop:
             clock.advance(60.0)
             assert loop.load().stalled_s == 0.0  # idle is not stalled
-            generation = await loop.submit(prompt(3))
+            handle = await loop.submit(prompt(3))
             await wait(gate.entered)
             clock.advance(7.0)
 
             assert loop.load().stalled_s == 7.0
             gate.opened.set()
-            await collect(generation)
+            await collect(handle)
             await loop.audit()
             load = loop.load()
             assert (load.stalled_s, load.running, load.queued, load.free_blocks) == (0.0, 0, 0, 8)
@@ -286,7 +286,7 @@ def test_a_draining_loop_refuses_finishes_and_becomes_idle() -> None:
     async def test() -> None:
         gate = Gate()
         async with running(engine(FakeRunner(before_step=gate))) as loop:
-            generation = await loop.submit(prompt(3))
+            handle = await loop.submit(prompt(3))
             loop.start_draining()
 
             assert loop.load().draining
@@ -297,7 +297,7 @@ def test_a_draining_loop_refuses_finishes_and_becomes_idle() -> None:
             await wait(gate.entered)
             assert not await loop.wait_idle(timeout_s=0.01)
             gate.opened.set()
-            assert len(await collect(generation)) == 4
+            assert len(await collect(handle)) == 4
             assert await loop.wait_idle(timeout_s=TIMEOUT_S)
 
     run(test)
@@ -333,8 +333,8 @@ def test_closing_does_not_wait_for_a_step_that_never_ends() -> None:
     async def test() -> None:
         loop = EngineLoop(engine(FakeRunner(before_step=gate)), ManualClock())
         await loop.start()
-        generation = await loop.submit(prompt(3))
-        consumer = asyncio.create_task(collect(generation))
+        handle = await loop.submit(prompt(3))
+        consumer = asyncio.create_task(collect(handle))
         await wait(gate.entered)
         await loop.close(timeout_s=0.01)
 
@@ -361,9 +361,9 @@ def test_an_engine_thread_that_dies_tells_everybody() -> None:
         clock = ManualClock()
         async with running(engine(_Broken(), clock=clock), clock) as loop:
             reservation = await loop.reserve(prompt(3, request_id="innocent"))
-            generation = await loop.submit(prompt(3))
+            handle = await loop.submit(prompt(3))
             with pytest.raises(InternalError, match="the engine died: AssertionError"):
-                await collect(generation)
+                await collect(handle)
             with pytest.raises(InternalError):
                 await collect(reservation)
             assert "1 items gave 0 results" in str(await loop.failed())

@@ -40,7 +40,7 @@ class EngineAudit:
     sequences: int
 
 
-class Generation:
+class SequenceHandle:
     """One sequence as the event loop sees it; only ``EngineLoop`` makes one.
 
     Attributes:
@@ -50,13 +50,17 @@ class Generation:
     """
 
     def __init__(
-        self, request: Request, *, abandon: Callable[[Generation], None], on_written: OnWritten | None = None
+        self,
+        request: Request,
+        *,
+        abandon: Callable[[SequenceHandle], None],
+        on_written: OnWritten | None = None,
     ) -> None:
         self.request = request
         self.blocks: tuple[int, ...] = ()
         self._abandon = abandon
         self._on_written = on_written
-        self._early: list[Callable[[], None]] | None = []  # None once the caller holds the generation
+        self._early: list[Callable[[], None]] | None = []  # None once the caller holds the handle
         self._events: asyncio.Queue[TokenOutput | ServingError] = asyncio.Queue()
         self._is_over = False  # nothing comes after what is in the queue
 
@@ -103,7 +107,7 @@ class Generation:
                 self._abandon(self)
 
     def hand_over(self) -> None:
-        """Pass on what came before the caller held the generation, and everything from now on."""
+        """Pass on what came before the caller held the handle, and everything from now on."""
         early, self._early = self._early or [], None
         for event in early:
             event()
@@ -156,7 +160,7 @@ class EngineLoop:
         assert self._failure is not None, "a failure is known before it is signalled"
         return self._failure
 
-    async def submit(self, request: Request, *, on_written: OnWritten | None = None) -> Generation:
+    async def submit(self, request: Request, *, on_written: OnWritten | None = None) -> SequenceHandle:
         """Compute a prompt; with ``on_written`` it decodes elsewhere and gives one token here.
 
         ``on_written`` is called in the event loop's thread after each layer of each step of the sequence,
@@ -168,49 +172,49 @@ class EngineLoop:
             InvalidRequest, PromptTooLong, QueueFull: As ``Engine.submit``.
             WorkerDraining: Nothing new is taken.
         """
-        generation = Generation(request, abandon=self.abandon, on_written=on_written)
+        handle = SequenceHandle(request, abandon=self.abandon, on_written=on_written)
         await self._open(
-            generation,
+            handle,
             lambda engine: engine.submit(request, has_destination=on_written is not None),
         )
-        return generation
+        return handle
 
-    async def reserve(self, request: Request) -> Generation:
-        """Take room for KV that is computed elsewhere; its block numbers are in ``Generation.blocks``.
+    async def reserve(self, request: Request) -> SequenceHandle:
+        """Take room for KV that is computed elsewhere; its block numbers are in ``SequenceHandle.blocks``.
 
         Raises:
             InvalidRequest, PromptTooLong, NoFreeBlocks: As ``Engine.reserve``.
             WorkerDraining: Nothing new is taken.
         """
-        generation = Generation(request, abandon=self.abandon)
-        await self._open(generation, lambda engine: engine.reserve(request))
-        return generation
+        handle = SequenceHandle(request, abandon=self.abandon)
+        await self._open(handle, lambda engine: engine.reserve(request))
+        return handle
 
-    async def arrived(self, generation: Generation, first: TokenOutput) -> None:
+    async def arrived(self, handle: SequenceHandle, first: TokenOutput) -> None:
         """Start to decode a reserved sequence; its outputs begin with the token after ``first``.
 
         Raises:
             InvalidRequest, DeadlineExceeded, RequestCancelled: As ``Engine.arrived``.
         """
-        await self._call(lambda: self._steps.arrived(generation, first))
+        await self._call(lambda: self._steps.arrived(handle, first))
 
-    async def abort(self, generation: Generation) -> None:
+    async def abort(self, handle: SequenceHandle) -> None:
         """End a sequence; returns once the engine did it.  Idempotent, and harmless after ``close``."""
         if not self._is_over:
-            await self._call(lambda: self._steps.abort(generation))
+            await self._call(lambda: self._steps.abort(handle))
 
-    async def drained(self, generation: Generation) -> None:
+    async def drained(self, handle: SequenceHandle) -> None:
         """Give back the blocks of a sequence that no transfer touches any more.  As harmless as ``abort``.
 
         One that still lived by its transfer is aborted; one that decodes here is left alone.
         """
         if not self._is_over:
-            await self._call(lambda: self._steps.drained(generation))
+            await self._call(lambda: self._steps.drained(handle))
 
-    def abandon(self, generation: Generation) -> None:
+    def abandon(self, handle: SequenceHandle) -> None:
         """As ``abort``, but without waiting for the engine."""
         if not self._is_over:
-            self._steps.post(_Command(lambda: self._steps.abort(generation)))
+            self._steps.post(_Command(lambda: self._steps.abort(handle)))
 
     async def audit(self) -> EngineAudit:
         """Return the engine's books as they are between two steps."""
@@ -239,15 +243,15 @@ class EngineLoop:
     def _is_over(self) -> bool:
         return self._is_closed or self._failure is not None
 
-    async def _open(self, generation: Generation, make: Callable[[Engine], SequenceState]) -> None:
+    async def _open(self, handle: SequenceHandle, make: Callable[[Engine], SequenceState]) -> None:
         if self._is_draining:
             raise WorkerDraining("this worker takes nothing new")
         try:
-            await self._call(lambda: self._steps.open(generation, make))
+            await self._call(lambda: self._steps.open(handle, make))
         except asyncio.CancelledError:
-            self._steps.post(_Command(lambda: self._steps.discard(generation)))
+            self._steps.post(_Command(lambda: self._steps.discard(handle)))
             raise
-        self._event_loop.call_soon(generation.hand_over)
+        self._event_loop.call_soon(handle.hand_over)
 
     async def _idle(self) -> None:
         future: asyncio.Future[None] = self._event_loop.create_future()
@@ -281,8 +285,8 @@ class EngineLoop:
 
     def _fail_all(self, make_error: Callable[[], ServingError]) -> None:
         """End everything that is open; the thread answers nothing any more."""
-        for generation in self._steps.open_generations():
-            generation.put(make_error())
+        for handle in self._steps.open_handles():
+            handle.put(make_error())
         for future in list(self._calls):
             if not future.done():
                 future.set_exception(make_error())
@@ -316,8 +320,8 @@ class _StepThread:
         self._clock = clock
         self._has_work = False
         self._is_moving = False  # the latest step ran something, so the next one is due at once
-        self._sequences: dict[Generation, SequenceState] = {}  # live ones only
-        self._generations: dict[int, Generation] = {}  # the same by number
+        self._sequences: dict[SequenceHandle, SequenceState] = {}  # live ones only
+        self._handles: dict[int, SequenceHandle] = {}  # the same by number
         self._idle_waiters: list[asyncio.Future[None]] = []
         self._wake = threading.Condition()  # guards the two below
         self._commands: list[_Command] = []
@@ -355,33 +359,33 @@ class _StepThread:
     def is_busy(self) -> bool:
         return self._has_work or bool(self._commands)
 
-    def open_generations(self) -> list[Generation]:
-        return list(self._generations.values())
+    def open_handles(self) -> list[SequenceHandle]:
+        return list(self._handles.values())
 
     # Called in the engine's thread, as commands.
 
-    def open(self, generation: Generation, make: Callable[[Engine], SequenceState]) -> None:
+    def open(self, handle: SequenceHandle, make: Callable[[Engine], SequenceState]) -> None:
         sequence = make(self._engine)
-        generation.blocks = tuple(sequence.blocks)
-        self._sequences[generation] = sequence
-        self._generations[sequence.number] = generation
+        handle.blocks = tuple(sequence.blocks)
+        self._sequences[handle] = sequence
+        self._handles[sequence.number] = handle
 
-    def arrived(self, generation: Generation, first: TokenOutput) -> None:
-        sequence = self._sequences.get(generation)
+    def arrived(self, handle: SequenceHandle, first: TokenOutput) -> None:
+        sequence = self._sequences.get(handle)
         if sequence is None:
             raise RequestCancelled("the reservation is over")
         self._engine.arrived(sequence, first)
 
-    def abort(self, generation: Generation) -> None:
-        self._end(generation, self._engine.abort)
+    def abort(self, handle: SequenceHandle) -> None:
+        self._end(handle, self._engine.abort)
 
-    def drained(self, generation: Generation) -> None:
-        self._end(generation, self._engine.drained)
+    def drained(self, handle: SequenceHandle) -> None:
+        self._end(handle, self._engine.drained)
 
-    def discard(self, generation: Generation) -> None:
+    def discard(self, handle: SequenceHandle) -> None:
         """End a sequence that its caller never got, so that no transfer knows its blocks."""
-        self.abort(generation)
-        self.drained(generation)
+        self.abort(handle)
+        self.drained(handle)
 
     def audit(self) -> EngineAudit:
         return EngineAudit(blocks=self._engine.counts(), sequences=self._engine.num_sequences)
@@ -389,19 +393,19 @@ class _StepThread:
     def answer_when_idle(self, future: asyncio.Future[None]) -> None:
         self._idle_waiters.append(future)
 
-    def _end(self, generation: Generation, end: Callable[[SequenceState], None]) -> None:
-        sequence = self._sequences.get(generation)
+    def _end(self, handle: SequenceHandle, end: Callable[[SequenceState], None]) -> None:
+        sequence = self._sequences.get(handle)
         if sequence is None:
             return
         end(sequence)
         if sequence.status in (SequenceStatus.DRAINING, SequenceStatus.FINISHED):
-            self._tell(generation.put, RequestCancelled("the sequence was aborted"))
-        self._forget_if_finished(generation, sequence)
+            self._tell(handle.put, RequestCancelled("the sequence was aborted"))
+        self._forget_if_finished(handle, sequence)
 
-    def _forget_if_finished(self, generation: Generation, sequence: SequenceState) -> None:
+    def _forget_if_finished(self, handle: SequenceHandle, sequence: SequenceState) -> None:
         if sequence.status is SequenceStatus.FINISHED:
-            del self._sequences[generation]
-            del self._generations[sequence.number]
+            del self._sequences[handle]
+            del self._handles[sequence.number]
 
     # The thread itself.
 
@@ -435,17 +439,17 @@ class _StepThread:
         result = self._engine.step(self._written)
         self._is_moving = result.num_items > 0
         pairs: list[tuple[SequenceState, TokenOutput | ServingError]] = [*result.outputs, *result.failed]
-        events: list[tuple[Generation, TokenOutput | ServingError]] = []
+        events: list[tuple[SequenceHandle, TokenOutput | ServingError]] = []
         for sequence, event in pairs:
-            generation = self._generations[sequence.number]
-            events.append((generation, event))
-            self._forget_if_finished(generation, sequence)
+            handle = self._handles[sequence.number]
+            events.append((handle, event))
+            self._forget_if_finished(handle, sequence)
         if events:
             self._tell(_put_all, events)
 
     def _written(self, layer: int, written: Sequence[tuple[SequenceState, int]]) -> None:
         writes = [
-            (self._generations[sequence.number], num_tokens, tuple(sequence.blocks))
+            (self._handles[sequence.number], num_tokens, tuple(sequence.blocks))
             for sequence, num_tokens in written
         ]
         self._tell(_write_all, layer, writes)
@@ -489,11 +493,11 @@ def _answer_all(answers: Sequence[_Answer]) -> None:
             answer.future.set_exception(answer.error)
 
 
-def _put_all(events: Sequence[tuple[Generation, TokenOutput | ServingError]]) -> None:
-    for generation, event in events:
-        generation.put(event)
+def _put_all(events: Sequence[tuple[SequenceHandle, TokenOutput | ServingError]]) -> None:
+    for handle, event in events:
+        handle.put(event)
 
 
-def _write_all(layer: int, writes: Sequence[tuple[Generation, int, tuple[int, ...]]]) -> None:
-    for generation, num_tokens, blocks in writes:
-        generation.write(layer, num_tokens, blocks)
+def _write_all(layer: int, writes: Sequence[tuple[SequenceHandle, int, tuple[int, ...]]]) -> None:
+    for handle, num_tokens, blocks in writes:
+        handle.write(layer, num_tokens, blocks)
