@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.callers import Ask, Call, Caller, until
+from tests.chaos.ports import free_port
 from tests.cluster.servers import serving
 
 LEASE_S = 3.0
@@ -195,9 +195,3 @@ def test_workers_without_ray_are_lost_and_come_back_in_the_same_way(slow_model: 
         assert until(lambda: hit.is_replaced(caller), within_s=REPLACED_S)
         assert all(caller.is_right(caller.call(ask).join()) for ask in (QUICK, *LONG_PROMPTS))
         assert caller.is_clean()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -72,9 +72,10 @@ class TimeoutsConfig:
     worker_start_s: float = 600.0  # from the start of a worker to the moment the router takes it
     drain_s: float = 30.0  # for what runs when a worker or the whole deployment is asked to end
     orphan_s: float = 6.0  # a worker that cannot reach its router for so long ends
+    hung_s: float = 300.0  # a worker with work and without a step for so long ends, and is replaced
 
     def __post_init__(self) -> None:
-        for name in ("ray_start_s", "worker_start_s", "orphan_s"):
+        for name in ("ray_start_s", "worker_start_s", "orphan_s", "hung_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"timeouts.{name}", f"{getattr(self, name)} is not above 0")
         if self.drain_s < 0:
@@ -147,6 +148,7 @@ class WorkerConfig(ModelConfig):
     gpu_share: float = 1.0  # of its GPU's free memory, for its KV cache
     drain_s: float = 30.0
     orphan_s: float | None = None  # null: keep trying to join for ever
+    hung_s: float = 300.0  # far more than the longest step takes; without one for so long it ends
     supervisor_pid: int | None = None  # while this process lives, the worker ends with its parent
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)

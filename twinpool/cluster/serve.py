@@ -230,6 +230,7 @@ def worker_config(config: DeploymentConfig, *, folder: Path, name: str, join: st
         gpu_share=min(1.0, gpus) or 1.0,
         drain_s=config.timeouts.drain_s,
         orphan_s=config.timeouts.orphan_s,
+        hung_s=config.timeouts.hung_s,
         engine=config.engine,
         transfer=config.transfer,
     )

@@ -7,6 +7,7 @@ A worker is the same whatever its role; the role is a label that the router acts
       a second SIGTERM   exit at once
       refused            ends with the router's reason: the same settings would be refused again
       engine dead        ends with what killed it
+      engine hung        after ``hung_s`` with work and without a step: exit 1, at once
       router away        keep trying; after ``orphan_s``, if set, exit 1
 """
 
@@ -45,6 +46,7 @@ from twinpool.rpc.join import join
 from twinpool.rpc.server import WorkerServer
 
 _TRANSPORT = "grpc"
+_LOOK_EVERY_S = 1.0  # at the engine, for whether it hangs
 _STOP_GRACE_S = 0.5  # for calls that are answering when the server stops
 
 Report = Callable[[str, str], None]
@@ -102,6 +104,7 @@ class _Life:
                 failing,
                 asyncio.create_task(self._asked_to_stop.wait()),
                 asyncio.create_task(self._orphaned()),
+                asyncio.create_task(self._end_if_hung(service)),
             }
             try:
                 await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
@@ -144,6 +147,21 @@ class _Life:
                 self._report("progress", f"no router for {self._config.orphan_s:g} s")
                 return
             await asyncio.sleep(left_s)
+
+    async def _end_if_hung(self, service: WorkerService) -> None:
+        """End the process when its engine hangs: no thread can be ended, and no block be given back.
+
+        Two looks decide, since a process that was frozen as a whole may look at the engine before it moves.
+        """
+        was_hung = False
+        while True:
+            await asyncio.sleep(min(_LOOK_EVERY_S, self._config.hung_s / 4))
+            stalled_s = service.load().stalled_s
+            is_hung = stalled_s >= self._config.hung_s
+            if is_hung and was_hung:
+                self._report("failed", f"the engine has work and has taken no step for {stalled_s:.0f} s")
+                os._exit(1)
+            was_hung = is_hung
 
     @asynccontextmanager
     async def _running(
