@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kv_transfer.config import TransferConfig
+from router.config import Fallback, RouterConfig
 from tests.checkpoints_toy import make_checkpoint
 from tests.system import System, system
 from tests.toys import request
@@ -100,7 +101,8 @@ def test_damage_on_the_wire_is_noticed_and_never_decoded(folder: Path) -> None:
     """With the checksum on, a frame that differs from its checksum ends the transfer, every time."""
 
     async def scenario() -> None:
-        async with system(folder, prefill=1, decode=1) as pair:
+        only_pairs = RouterConfig(fallback=Fallback.REFUSE)
+        async with system(folder, prefill=1, decode=1, router=only_pairs) as pair:
             decode = pair.workers[1]
             original = decode.receiver.accept
 

@@ -24,12 +24,14 @@ class FakeWorker:
     """All three ports.
 
     ``error`` is raised by each call.  A call in ``held`` waits: a single answer before it is given, a
-    stream after two tokens.  ``log`` has a line for each beginning, and each end that was a cancellation.
+    stream after two tokens, and then it is in ``waiting``.  ``log`` has a line for each beginning, and
+    each end that was a cancellation.
     """
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self.held: set[str] = set()
+        self.waiting: set[str] = set()
         self.log: list[str] = []
         self.requests: list[Request] = []
         self.tickets: list[KVTicket] = []
@@ -89,6 +91,7 @@ class FakeWorker:
                 if number == 2 and self.error is not None:
                     raise self.error
                 if number == min(2, len(outputs) - 1) and name in self.held:
+                    self.waiting.add(name)
                     await asyncio.Event().wait()
                 yield output
         except (asyncio.CancelledError, GeneratorExit):

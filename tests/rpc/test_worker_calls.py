@@ -135,7 +135,7 @@ def test_a_bug_in_one_call_ends_that_call_alone() -> None:
         async with served() as s:
             s.worker.held.update(CALLS)
             other = asyncio.ensure_future(generate(s))
-            await eventually(lambda: "generate" in s.worker.log)
+            await eventually(lambda: "generate" in s.worker.waiting)
             s.worker.error = KeyError("secret prompt")
             with pytest.raises(InternalError, match=r"^the worker failed with KeyError$"):
                 await s.decode.release(TICKET)
