@@ -70,7 +70,7 @@ def ports(process: psutil.Process) -> Iterator[int]:
 def files(process: psutil.Process) -> Iterator[Path]:
     paths = [file.path for file in process.open_files()]
     paths += [mapped.path for mapped in process.memory_maps()]
-    paths += [connection.laddr for connection in process.net_connections(kind="unix")]
+    paths += [str(connection.laddr) for connection in process.net_connections(kind="unix")]
     for path in paths:
         if path.startswith("/"):
             yield Path(path)
@@ -144,7 +144,7 @@ def test_twenty_of_which_every_process_was_killed_leave_what_one_leaves(model: P
                     with contextlib.suppress(psutil.NoSuchProcess):
                         each.send_signal(signal.SIGKILL)
                 process.wait()
-            assert until(lambda had=had: not had.living(), within_s=KILLED_S), had.living()
+            assert until(lambda: not had.living(), within_s=KILLED_S), had.living()  # noqa: B023
             assert not [file for file in had.files if MEMORY in file.parents and file.exists()]
             left.append(len(list(folder.iterdir())))
         assert left == [1] * 20
