@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -128,3 +130,17 @@ def test_a_folder_without_a_readable_tokenizer_is_refused(tmp_path: Path) -> Non
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read"):
         Tokenizer.load(tmp_path)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_byte_level(tmp_path))
+    encoding = threading.Thread(
+        target=tokenizer.encode, args=("a" * 1_000_000,), kwargs={"add_special_tokens": True}
+    )
+    num_turns = 0
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+
+    assert num_turns > 10

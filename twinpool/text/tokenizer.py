@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
 
 from twinpool.core.errors import InvalidRequest, ModelError
@@ -60,6 +60,7 @@ class Tokenizer:
         self.eos_ids = tuple(sorted(set(eos_ids)))
         self.special_tokens = special_tokens
         self.added_tokens = {token.content: token.special for token in added.values()}
+        self._plain_backend = _without_added_tokens(backend)
         decoder = backend.decoder
         self._pieces = TokenPieces(None if decoder is None else json.loads(decoder.__getstate__()))
         self._piece_of: dict[int, bytes] = {}
@@ -106,7 +107,7 @@ class Tokenizer:
             InvalidRequest: The text has an unpaired surrogate.
         """
         try:
-            encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            encoding = _encoding(self._backend, text, add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequest("prompt", "has a character that is no Unicode text") from error
         ids: list[int] = encoding.ids
@@ -168,7 +169,7 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        ids: list[int] = _encoding(self._backend, text, add_special_tokens=False).ids
         return ids
 
     def _chat_ids(self, text: str) -> list[int]:
@@ -190,14 +191,9 @@ class Tokenizer:
         return ids
 
     def _plain_ids(self, text: str) -> list[int]:
-        """Encode without looking for added tokens: the tokenizer's pipeline by hand."""
-        backend = self._backend
-        if backend.normalizer is not None:
-            text = backend.normalizer.normalize_str(text)
-        words = [text]
-        if backend.pre_tokenizer is not None:
-            words = [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
-        return [token.id for word in words for token in backend.model.tokenize(word)]
+        """Encode without looking for added tokens."""
+        ids: list[int] = _encoding(self._plain_backend, text, add_special_tokens=False).ids
+        return ids
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -215,6 +211,22 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(_FIELD, f"{path} holds no JSON object")
     return content
+
+
+def _encoding(backend: Backend, text: str, *, add_special_tokens: bool) -> Encoding:
+    """Encode in the only way in which the library lets other threads of Python run."""
+    (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return encoding
+
+
+def _without_added_tokens(backend: Backend) -> Backend:
+    """Return a tokenizer that shares the model of ``backend`` and takes every text for plain text."""
+    plain = Backend(backend.model)
+    if backend.normalizer is not None:
+        plain.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        plain.pre_tokenizer = backend.pre_tokenizer
+    return plain
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
