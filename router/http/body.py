@@ -17,6 +17,8 @@ from router.http.config import HTTPConfig
 from router.http.errors import BodyTimeout, BodyTooLarge, MalformedBody
 from twinpool.core.errors import RequestCancelled
 
+THREADED_BYTES = 256 * 1024  # larger bodies are parsed beside the event loop
+
 _ALWAYS_FINITE = frozenset({int, str, bool, type(None)})  # lists of them are passed at the speed of C
 
 
@@ -35,7 +37,9 @@ async def read_object(scope: Scope, receive: Receive, config: HTTPConfig) -> dic
             body = await _read(receive, config.max_body_bytes)
     except TimeoutError:
         raise BodyTimeout(f"the body did not end within {config.body_timeout_s:g} s") from None
-    return parse_object(body)
+    if len(body) <= THREADED_BYTES:
+        return parse_object(body)
+    return await asyncio.to_thread(parse_object, body)
 
 
 def parse_object(body: bytes) -> dict[str, object]:
