@@ -154,6 +154,7 @@ def test_no_fault_of_a_worker_costs_a_token_or_a_block(slow_model: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_five_faults_of_a_kind_cost_no_token_and_no_block(slow_model: Path, fault: str) -> None:
     with calling(slow_model, "--prefill", "2", "--decode", "2") as caller:

@@ -115,18 +115,21 @@ def test_one_that_was_asked_to_end_leaves_nothing(model: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_ten_that_were_asked_to_end_leave_nothing(model: Path) -> None:
     for _ in range(10):
         come_and_go(model, stop, within_s=1.0)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_ten_whose_server_was_killed_leave_nothing(model: Path) -> None:
     for _ in range(10):
         come_and_go(model, kill, within_s=KILLED_S)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_twenty_of_which_every_process_was_killed_leave_what_one_leaves(model: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="tpt-", dir="/tmp", ignore_cleanup_errors=True) as name:
         folder = Path(name)
