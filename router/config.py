@@ -19,9 +19,7 @@ class Fallback(StrEnum):
 class RouterConfig:
     """How the router queues, places, retries and judges its workers."""
 
-    model: str = "default"  # name served to clients
     policy: str = "least_loaded"  # file name in router/policies
-    needs_prefill: bool = True  # False: a colocated deployment is ready without a prefill worker
     fallback: Fallback = Fallback.LOCAL
     max_queued: int = 256  # requests that may wait for room; one more is refused at once
     prefill_depth: int = 2  # prompts at one prefill worker at a time: one runs, one is about to

@@ -83,8 +83,8 @@ class Router:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request that comes now can be answered."""
-        return self.pool.is_ready and not self._is_draining
+        """Whether a request that comes now can be answered, if only by a fallback."""
+        return self.pool.can_answer and not self._is_draining
 
     async def generate(
         self, request: Request, timeline: RequestTimeline, *, tenant: str = ""
@@ -288,7 +288,7 @@ class Router:
         timeline.path = claim.path
         timeline.prefill_worker = None if claim.prefill is None else claim.prefill.worker_id
         timeline.decode_worker = None if claim.decode is None else claim.decode.worker_id
-        if claim.path == "local" and self.config.needs_prefill:
+        if claim.path == "local" and self.pool.needs_prefill:
             is_there = any(
                 handle.info.role is Role.PREFILL and handle.state is WorkerState.READY
                 for handle in self.pool.handles
@@ -374,7 +374,7 @@ class Router:
         if deadline.left_s() <= 0.0:
             return DeadlineExceeded("the request's time was over before there was room")
         waited = f"within {self.config.queue_timeout_s} s"
-        if not self.pool.is_ready:
+        if not self.pool.can_answer:
             return NoWorkers(f"the workers needed were not ready {waited}", retry_after_s=5.0)
         return Unavailable(f"no worker had room {waited}", retry_after_s=5.0)
 

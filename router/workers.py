@@ -200,11 +200,18 @@ class WorkerPool:
         config: Limits.
         clock: Judges silence.
         connect: Makes the ports of a worker; does not wait.
+        needs_prefill: Whether the deployment is to have prefill workers; a colocated one is not.
     """
 
     def __init__(
-        self, config: RouterConfig, *, clock: Clock, connect: Callable[[WorkerInfo], WorkerPorts]
+        self,
+        config: RouterConfig,
+        *,
+        clock: Clock,
+        connect: Callable[[WorkerInfo], WorkerPorts],
+        needs_prefill: bool = True,
     ) -> None:
+        self.needs_prefill = needs_prefill
         self._config = config
         self._clock = clock
         self._connect = connect
@@ -271,10 +278,16 @@ class WorkerPool:
     @property
     def is_ready(self) -> bool:
         """Whether a request can be answered the way the deployment was configured."""
-        roles = {handle.info.role for handle in self._handles.values() if handle.state is WorkerState.READY}
+        roles = self._ready_roles()
         if Role.COLOCATED in roles:
             return True
-        return Role.DECODE in roles and (Role.PREFILL in roles or not self._config.needs_prefill)
+        return Role.DECODE in roles and (Role.PREFILL in roles or not self.needs_prefill)
+
+    @property
+    def can_answer(self) -> bool:
+        """Whether a request can be answered at all, a fallback included."""
+        is_local_enough = self._config.fallback is Fallback.LOCAL and Role.DECODE in self._ready_roles()
+        return self.is_ready or is_local_enough
 
     @property
     def max_request_tokens(self) -> int | None:
@@ -302,7 +315,7 @@ class WorkerPool:
             prefill=tuple(views[Role.PREFILL]),
             decode=tuple(views[Role.DECODE]),
             colocated=tuple(views[Role.COLOCATED]),
-            is_local_allowed=self._config.fallback is Fallback.LOCAL or not self._config.needs_prefill,
+            is_local_allowed=self._config.fallback is Fallback.LOCAL or not self.needs_prefill,
         )
 
     def subscribe(self, listener: Listener) -> None:
@@ -374,6 +387,9 @@ class WorkerPool:
 
     def _limit(self, role: Role) -> int:
         return self._config.prefill_depth if role is Role.PREFILL else self._config.max_running_per_worker
+
+    def _ready_roles(self) -> set[Role]:
+        return {handle.info.role for handle in self._handles.values() if handle.state is WorkerState.READY}
 
     def _current(self, worker_id: str, generation: int) -> WorkerHandle | None:
         handle = self._handles.get(worker_id)

@@ -109,12 +109,13 @@ async def system(
     """Run a deployment; everything is closed however the block ends."""
     loaded = load_model(folder, dtype="float32") if isinstance(folder, Path) else folder
     config = router or RouterConfig()
-    config = replace(config, needs_prefill=prefill > 0)
     engine = engine or EngineConfig()
     transfer = transfer or TransferConfig()
     clock, hub = SystemClock(), Hub()
     ports: dict[str, WorkerPorts] = {}
-    pool = WorkerPool(config, clock=clock, connect=lambda info: ports[info.worker_id])
+    pool = WorkerPool(
+        config, clock=clock, connect=lambda info: ports[info.worker_id], needs_prefill=prefill > 0
+    )
     roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode + [Role.COLOCATED] * colocated
     async with AsyncExitStack() as stack:
         workers = []

@@ -38,10 +38,12 @@ class AdminRoutes:
         return JSONResponse({"status": "ok"})
 
     async def ready(self, _: HTTPRequest) -> Response:
-        """Say whether a request can be answered now, and if not, why."""
-        if self._router.is_ready:
-            return JSONResponse({"status": "ready"})
-        return JSONResponse({"status": "not ready", "reasons": self._reasons()}, status_code=503)
+        """Say whether a request can be answered now; if not, or if only by a fallback, say why."""
+        if not self._router.is_ready:
+            return JSONResponse({"status": "not ready", "reasons": self._reasons()}, status_code=503)
+        if not self._router.pool.is_ready:
+            return JSONResponse({"status": "ready", "degraded": self._reasons()})
+        return JSONResponse({"status": "ready"})
 
     async def metrics(self, _: HTTPRequest) -> Response:
         """Return everything in Prometheus' text format."""
@@ -88,7 +90,7 @@ class AdminRoutes:
             return ["the router stops and takes nothing new"]
         if not pool.handles:
             return ["no worker has joined"]
-        needed = (Role.PREFILL, Role.DECODE) if self._router.config.needs_prefill else (Role.DECODE,)
+        needed = (Role.PREFILL, Role.DECODE) if self._router.pool.needs_prefill else (Role.DECODE,)
         roles = {handle.info.role for handle in pool.handles}
         missing = [f"there is no {role.value} worker" for role in needed if role not in roles]
         return missing + [

@@ -83,15 +83,15 @@ class GenerationEndpoint:
         await reply.end()
 
     def _deltas(self, job: Job) -> AsyncGenerator[tuple[int, Delta], None]:
-        return merged([self._answer(choice) for choice in job.choices])
+        return merged([self._answer(choice, job.tenant) for choice in job.choices])
 
-    async def _answer(self, choice: Choice) -> AsyncGenerator[Delta, None]:
+    async def _answer(self, choice: Choice, tenant: str) -> AsyncGenerator[Delta, None]:
         """Generate one choice; what it holds on the workers is given back before its last delta."""
         assembler = AnswerAssembler(self._tokenizer, prompt_ids=choice.request.prompt_ids, rules=choice.rules)
         last: Delta | None = None
         left_s = choice.request.timeout_s - choice.timeline.now_s()  # it may have waited for its turn
         request = replace(choice.request, timeout_s=left_s)
-        async with aclosing(self._router.generate(request, choice.timeline)) as outputs:
+        async with aclosing(self._router.generate(request, choice.timeline, tenant=tenant)) as outputs:
             async for output in outputs:
                 delta = assembler.push(output)
                 if delta.finish is not None:

@@ -3,8 +3,8 @@
 The last checks are here, those that need the model: token ids, the context, the chat template.  After
 this file nothing about a request can be the client's mistake.
 
-Context rule: a prompt must leave room for one token; without ``max_tokens`` the answer may take what is
-left; a ``max_tokens`` that does not fit is refused, never shortened.
+Context rule: a prompt must leave room for one token; without ``max_tokens`` a chat may take what is left and
+a completion 16 tokens, as with OpenAI; a ``max_tokens`` that does not fit is refused, never shortened.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from twinpool.core.errors import InvalidRequest, PromptTooLong
 from twinpool.core.request import Request, SamplingParams
 from twinpool.core.timeline import RequestTimeline
 
+DEFAULT_COMPLETION_TOKENS = 16  # of /v1/completions, as with OpenAI
 THREADED_CHARS = 16_384  # texts longer than this are tokenized beside the event loop
 
 
@@ -46,6 +47,7 @@ class Job:
     answer_id: str  # unique, without the prefix of the API
     created_s: int  # Unix time
     model: str
+    tenant: str  # the ``user`` field: different ones wait in turn
     choices: tuple[Choice, ...]
     prompt_tokens: int  # each prompt counted once
     num_logprobs: int | None
@@ -239,6 +241,7 @@ class Preparer:
             answer_id=answer_id,
             created_s=int(time.time()),
             model=self._model.name,
+            tenant=body.user or "",
             choices=tuple(choices),
             prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
             num_logprobs=num_logprobs,
@@ -256,7 +259,9 @@ class Preparer:
         if needed > limit:
             param = prompt.param if len(prompt.ids) >= limit else "max_tokens"
             raise PromptTooLong(needed_tokens=needed, limit_tokens=limit, param=param)
-        max_tokens = limit - len(prompt.ids) if wanted is None else wanted
+        left = limit - len(prompt.ids)
+        default = min(left, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionBody) else left
+        max_tokens = default if wanted is None else wanted
         if body.min_tokens > max_tokens:
             raise InvalidRequest(
                 "min_tokens", f"{body.min_tokens} are more than the {max_tokens} of max_tokens"

@@ -254,13 +254,21 @@ class FakeWorker:
 class World:
     """A router with its workers, in one process."""
 
-    def __init__(self, config: RouterConfig | None = None, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        config: RouterConfig | None = None,
+        *,
+        clock: Clock | None = None,
+        needs_prefill: bool = True,
+    ) -> None:
         self.clock = clock or SystemClock()
         self.config = config or RouterConfig()
         self.workers: dict[str, FakeWorker] = {}
         self.all_workers: list[FakeWorker] = []
         self.numbers = itertools.count()
-        self.pool = WorkerPool(self.config, clock=self.clock, connect=self._connect)
+        self.pool = WorkerPool(
+            self.config, clock=self.clock, connect=self._connect, needs_prefill=needs_prefill
+        )
         self.router = Router(self.config, pool=self.pool, clock=self.clock)
 
     def join(self, role: Role, *, number: int = 0, generation: int = 1, **sizes: int) -> FakeWorker:
@@ -393,7 +401,7 @@ def disaggregated(config: RouterConfig | None = None, *, num_prefill: int = 1, n
 
 def colocated(config: RouterConfig | None = None, *, num_workers: int = 1) -> World:
     """Colocated workers, all ready."""
-    world = World(config or fast_config(needs_prefill=False))
+    world = World(config or fast_config(), needs_prefill=False)
     for i in range(num_workers):
         world.join(Role.COLOCATED, number=i)
     return world

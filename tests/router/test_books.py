@@ -204,7 +204,7 @@ def test_limits_that_cannot_work_are_refused(changes: dict[str, float], message:
 
 def test_the_first_worker_of_a_colocated_deployment_is_enough() -> None:
     async def main() -> None:
-        async with running(World(fast_config(needs_prefill=False))) as world:
+        async with running(World(fast_config(), needs_prefill=False)) as world:
             world.join(Role.COLOCATED)
             assert world.router.is_ready
 

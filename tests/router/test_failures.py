@@ -123,7 +123,7 @@ def test_a_decode_worker_that_dies_while_the_prompt_is_computed_ends_the_attempt
 @pytest.mark.parametrize("error", [WorkerLost("colocated-0", "reset"), WorkerDraining("its drain is over")])
 def test_an_attempt_that_ran_for_long_does_not_use_up_the_patience_of_the_next(error: ServingError) -> None:
     async def main() -> None:
-        async with running(colocated(fast_config(needs_prefill=False, queue_timeout_s=0.3))) as world:
+        async with running(colocated(fast_config(queue_timeout_s=0.3))) as world:
             worker = world.workers["colocated-0"]
 
             async def fail_late() -> None:

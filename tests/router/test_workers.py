@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from router.config import Fallback
 from router.guard import Guard
 from router.workers import EventKind, PoolEvent
 from tests.router.fakes import World, disaggregated, fast_config, running, worker_info
@@ -171,6 +172,16 @@ def test_listeners_hear_of_joins_losses_freezes_and_thaws() -> None:
     in_loop(check)
 
 
+def test_without_a_prefill_worker_the_fallback_decides_whether_there_are_answers() -> None:
+    async def check() -> None:
+        for fallback, can_answer in ((Fallback.LOCAL, True), (Fallback.REFUSE, False)):
+            world = World(fast_config(fallback=fallback))
+            world.join(Role.DECODE)
+            assert (world.pool.is_ready, world.pool.can_answer) == (False, can_answer)
+
+    in_loop(check)
+
+
 @pytest.mark.parametrize(
     ("roles", "needs_prefill", "is_ready"),
     [
@@ -186,7 +197,7 @@ def test_ready_means_that_the_deployment_can_answer_as_configured(
     roles: list[Role], needs_prefill: bool, is_ready: bool
 ) -> None:
     async def check() -> None:
-        world = World(fast_config(needs_prefill=needs_prefill))
+        world = World(fast_config(), needs_prefill=needs_prefill)
         for role in roles:
             world.join(role)
         assert world.pool.is_ready is is_ready

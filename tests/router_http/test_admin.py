@@ -6,7 +6,6 @@ import logging
 
 import pytest
 
-from router.config import RouterConfig
 from router.http.config import HTTPConfig
 from tests.router_http.toys import MODEL, Site
 from twinpool.core.errors import ConfigError
@@ -97,7 +96,7 @@ def test_what_clients_write_is_never_logged(site: Site, caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("needs_prefill", [True, False])
 def test_not_ready_says_what_is_missing(needs_prefill: bool) -> None:
-    site = Site(HTTPConfig(port=0), RouterConfig(needs_prefill=needs_prefill), has_worker=False)
+    site = Site(HTTPConfig(port=0), has_worker=False, needs_prefill=needs_prefill)
     try:
         reply = site.request("GET", "/ready")
     finally:

@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.router_http.toys import BOS, EOS, MODEL, Reply, Site
+from tests.router_http.toys import BOS, EOS, MAX_MODEL_TOKENS, MODEL, Reply, Site
 from twinpool.core.errors import InternalError, TransferDamaged
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -151,7 +151,7 @@ def test_each_choice_has_a_seed_of_its_own_that_depends_on_the_clients(site: Sit
 
 def test_choices_keep_their_indices_when_they_end_at_different_times(site: Site) -> None:
     site.worker.by_prompt = {"a": "short", "b": "a much longer answer", "c": ""}
-    body = {"prompt": ["a", "b", "c"]}
+    body = {"prompt": ["a", "b", "c"], "max_tokens": 30}
 
     whole = site.post(COMPLETIONS, body).json["choices"]
     stream = rebuilt(site.post(COMPLETIONS, {**body, "stream": True}))
@@ -298,3 +298,13 @@ def test_token_ids_come_whole_and_in_order_if_asked(site: Site, path: str, body:
     assert len(whole["token_ids"]) == 6
     assert streamed == whole["token_ids"]
     assert "token_ids" not in site.post(path, body).json["choices"][0]
+
+
+def test_a_completion_without_a_limit_is_16_tokens_and_a_chat_what_is_left(site: Site) -> None:
+    site.worker.script = "a" * 1000
+
+    completion = site.post(COMPLETIONS, {"prompt": "a"}).json
+    chat = site.post(CHAT, {"messages": [{"role": "user", "content": "a"}]}).json
+
+    assert completion["usage"]["completion_tokens"] == 16
+    assert chat["usage"]["total_tokens"] == MAX_MODEL_TOKENS

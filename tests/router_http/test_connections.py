@@ -350,7 +350,14 @@ def test_a_client_that_never_reads_is_waited_for_and_given_up() -> None:
     site = Site(HTTPConfig(port=0, write_timeout_s=0.3))
     try:
         with site.socket() as connection:
-            body = {"prompt": ["a"] * 32, "n": 16, "stream": True, "logprobs": 20, "ignore_eos": True}
+            body = {
+                "prompt": ["a"] * 32,
+                "n": 16,
+                "stream": True,
+                "logprobs": 20,
+                "max_tokens": 400,
+                "ignore_eos": True,
+            }
             connection.sendall(raw_post(COMPLETIONS, body, "x-request-id: slow"))
             assert wait_until(lambda: site.worker.num_open == MAX_AT_ONCE)
             assert wait_until(lambda: site.worker.num_open == 0, timeout_s=30.0)

@@ -200,6 +200,7 @@ class Site:
     Args:
         config: Of the server; its port should be 0.
         router_config: Of the router behind it.
+        needs_prefill: Whether the deployment is to have prefill workers.
         has_worker: Whether the scripted worker has joined.
     """
 
@@ -207,12 +208,14 @@ class Site:
         self,
         config: HTTPConfig | None = None,
         router_config: RouterConfig | None = None,
+        needs_prefill: bool = True,
         *,
         has_worker: bool = True,
     ) -> None:
         self.worker = ScriptedWorker()
         self.port = 0
         self._config = config or HTTPConfig(port=0)
+        self._needs_prefill = needs_prefill
         self._router_config = router_config or RouterConfig(max_running_per_worker=1000, queue_timeout_s=0.2)
         self._has_worker = has_worker
         self._is_up = threading.Event()
@@ -248,7 +251,9 @@ class Site:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         worker, clock = self.worker, SystemClock()
         ports = WorkerPorts(prefill=worker, decode=worker, worker=worker, connection=worker)
-        pool = WorkerPool(self._router_config, clock=clock, connect=lambda _: ports)
+        pool = WorkerPool(
+            self._router_config, clock=clock, connect=lambda _: ports, needs_prefill=self._needs_prefill
+        )
         self.router = Router(self._router_config, pool=pool, clock=clock)
         if self._has_worker:
             pool.joined(worker_info())

@@ -19,15 +19,14 @@ from twinpool.core.config import bind, load_yaml, merge, to_yaml, unbind
 from twinpool.core.errors import ConfigError
 
 _SPLIT, _COLOCATED = ("prefill", "decode"), "colocated"
-_HIDDEN = "***"
 
 
 def serve(args: argparse.Namespace) -> int:
     """Serve until asked to stop."""
     config = deployment_config(args)
     if args.print_config:
-        shown = config.http if config.http.api_key is None else replace(config.http, api_key=_HIDDEN)
-        print(to_yaml(replace(config, http=shown)), end="")
+        # Not the key: what is printed is kept in files, and TWINPOOL_API_KEY can stand in.
+        print(to_yaml(replace(config, http=replace(config.http, api_key=None))), end="")
         return 0
     from twinpool.cluster.serve import serve as run_server
 

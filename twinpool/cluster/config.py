@@ -7,7 +7,7 @@ number of workers per pool and in nothing else.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from kv_transfer.config import TransferConfig
@@ -115,16 +115,6 @@ class DeploymentConfig(ModelConfig):
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     timeouts: TimeoutsConfig = TimeoutsConfig()
-
-    def __post_init__(self) -> None:
-        super(DeploymentConfig, self).__post_init__()
-        for name in ("model", "needs_prefill"):
-            if getattr(self.router, name) != getattr(RouterConfig(), name):
-                raise ConfigError(f"router.{name}", "follows from model_name and pools")
-
-    def router_config(self, *, model_name: str) -> RouterConfig:
-        """Return the router's settings with what follows from the rest."""
-        return replace(self.router, model=model_name, needs_prefill=not self.pools.colocated.workers)
 
     def resources(self, role: Role) -> Mapping[str, float]:
         """Return what Ray sets aside for one worker of ``role``, without zeros."""

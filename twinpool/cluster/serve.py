@@ -106,8 +106,13 @@ class _Server:
 
     @asynccontextmanager
     async def _registry(self) -> AsyncIterator[tuple[WorkerPool, str]]:
-        clock, config = SystemClock(), self._config.router_config(model_name=self._model.name)
-        pool = WorkerPool(config, clock=clock, connect=connect_over_grpc(clock))
+        clock, config = SystemClock(), self._config.router
+        pool = WorkerPool(
+            config,
+            clock=clock,
+            connect=connect_over_grpc(clock),
+            needs_prefill=not self._config.pools.colocated.workers,
+        )
         registry = RegistryServer(
             pool,
             host=self._config.join_host,
@@ -145,7 +150,7 @@ class _Server:
 
     @asynccontextmanager
     async def _http(self, pool: WorkerPool, agent: AgentProcess | None) -> AsyncIterator[tuple[Router, str]]:
-        clock, config = SystemClock(), self._config.router_config(model_name=self._model.name)
+        clock, config = SystemClock(), self._config.router
         router = Router(config, pool=pool, clock=clock)
         deployment = None if agent is None else RayDeployment(agent, self._config.pools)
         app = create_app(router, self._model, self._config.http, deployment=deployment)
