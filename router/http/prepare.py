@@ -159,6 +159,14 @@ class Preparer:
         if ids and not 0 <= min(ids) <= max(ids) < self._model.vocab_size:
             raise InvalidRequest(param, f"has a token id outside [0, {self._model.vocab_size})")
 
+    def _check_length(self, param: str, num_chars: int) -> None:
+        """Refuse a text that cannot fit before it is tokenized, which takes seconds for megabytes."""
+        least_tokens = -(-num_chars // self._model.tokenizer.max_token_chars)
+        if least_tokens >= self._model.max_model_tokens:
+            raise PromptTooLong(
+                needed_tokens=least_tokens + 1, limit_tokens=self._model.max_model_tokens, param=param
+            )
+
     def _render(self, body: ConversationBody) -> tuple[int, ...]:
         chat = self._model.template.render(
             [message.for_template() for message in body.messages],
@@ -167,10 +175,12 @@ class Preparer:
             continue_final_message=body.continue_final_message,
             variables=body.chat_template_kwargs,
         )
+        self._check_length("messages", sum(len(segment.text) for segment in chat.segments))
         return tuple(self._model.tokenizer.encode_chat(chat))
 
     async def _prompt(self, prompt: str | tuple[int, ...], body: CompletionBody) -> _Prompt:
         if isinstance(prompt, str):
+            self._check_length("prompt", len(prompt))
             ids = await self.text_ids(prompt, add_special_tokens=body.add_special_tokens)
             if not ids:
                 raise InvalidRequest("prompt", "has no tokens")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import psutil
 import pytest
 
 from router.config import RouterConfig
@@ -313,3 +314,21 @@ def test_choices_that_wait_for_their_turn_are_bound_by_the_same_deadline() -> No
         site.close()
 
     assert (reply.status, reply.json["error"]["code"]) == (504, "deadline_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (COMPLETIONS, {"prompt": "a" * 7_000_000}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 7_000_000}]}, "messages"),
+    ],
+)
+def test_megabytes_of_text_are_refused_without_being_tokenized(
+    site: Site, path: str, body: dict[str, object], field: str
+) -> None:
+    before = psutil.Process().memory_info().rss
+
+    error = site.post(path, body).json["error"]
+
+    assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+    assert psutil.Process().memory_info().rss - before < 200 * 2**20  # tokenizing it takes 500 MiB

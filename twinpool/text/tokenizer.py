@@ -60,6 +60,9 @@ class Tokenizer:
         self.eos_ids = tuple(sorted(set(eos_ids)))
         self.special_tokens = special_tokens
         self.added_tokens = {token.content: token.special for token in added.values()}
+        # A longer text has more tokens than one, whatever it says; normalising may shorten it first.
+        longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+        self.max_token_chars = longest if backend.normalizer is None else 4 * longest
         self._plain_backend = _without_added_tokens(backend)
         decoder = backend.decoder
         self._pieces = TokenPieces(None if decoder is None else json.loads(decoder.__getstate__()))
