@@ -22,8 +22,10 @@ from tests.chaos.ports import free_port
 from tests.cluster.servers import serving
 
 LEASE_S = 3.0
-OPTIONS = ("--kv-memory", "64MiB", "--set", f"transfer.lease_s={LEASE_S}")
-RECOVERY_S = 10.0  # for a new request after a fault; 5 would do on a machine that has nothing else to do
+LOST_AFTER_S = 2.0
+WORKER_OPTIONS = ("--kv-memory", "64MiB", "--set", f"transfer.lease_s={LEASE_S}")
+OPTIONS = (*WORKER_OPTIONS, "--set", f"router.lost_after_s={LOST_AFTER_S}")
+RECOVERY_S = 5.0  # for a new request after a fault, the time to notice a frozen worker included
 REPLACED_S = 60.0  # a Ray actor and a worker process start; how long that takes is not the point here
 
 QUICK = Ask(prompt="after the fault", max_tokens=4)
@@ -167,7 +169,7 @@ def worker(model: Path, role: str, join: str) -> Iterator[subprocess.Popen[bytes
     """Run a worker that nobody watches over."""
     command = [sys.executable, "-m", "twinpool", "worker", "--model", str(model), "--role", role]
     process = subprocess.Popen(
-        [*command, "--worker-id", role, "--join", join, "--threads", "1", *OPTIONS],
+        [*command, "--worker-id", role, "--join", join, "--threads", "1", *WORKER_OPTIONS],
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
