@@ -1,7 +1,8 @@
 """What the router counts, in Prometheus' words, with a registry of its own.
 
 Every request that reaches the router is counted exactly once, when it ends, under one outcome; a
-token is counted when it is handed to the client's side.  So the sums equal what clients saw.
+token is counted when it is handed to the client's side.  So the sums equal what clients saw, but for the
+one token that a prompt without an answer (``max_tokens: 0``) needs and does not show.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class RouterMetrics:
             "twinpool_prompt_tokens", "Prompt tokens of requests that gave a token", registry=own
         )
         self._generated_tokens = Counter(
-            "twinpool_generated_tokens", "Tokens handed to clients", registry=own
+            "twinpool_generated_tokens", "Tokens generated for clients, shown or not", registry=own
         )
         self._retries = Counter("twinpool_retries", "Attempts after the first", ["reason"], registry=own)
         self._fallbacks = Counter(
