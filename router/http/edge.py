@@ -32,6 +32,7 @@ PATH_HEADER = b"x-twinpool-path"
 OPEN_PATHS = frozenset({"/health", "/ready"})
 
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_ORIGIN = re.compile(r"https?://[^/]*", re.IGNORECASE)
 
 
 class Edge:
@@ -51,7 +52,7 @@ class Edge:
             raise InternalError(f"no {scope['type']} here")
         request_id = _client_id(scope) or f"req-{uuid.uuid4().hex}"
         scope["twinpool.request_id"] = request_id
-        scope["path"] = scope["path"].rstrip("/") or "/"
+        scope["path"] = _path_of_target(scope["path"])
         reply = _Reply(scope, receive, send, request_id)
         try:
             self._check(scope)
@@ -136,6 +137,15 @@ class _Reply:
             {"type": "http.response.start", "status": verdict_of(error).status, "headers": encoded}
         )
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _path_of_target(target: str) -> str:
+    """Return a path without a slash at its end; the host, which a target may name, does not matter.
+
+    Source: RFC 9112, 3.2.2 (a server must accept the absolute form).
+    """
+    origin = _ORIGIN.match(target)
+    return target[origin.end() if origin else 0 :].rstrip("/") or "/"
 
 
 def _path_of(scope: Scope) -> str | None:

@@ -223,6 +223,24 @@ def test_methods_and_paths(site: Site, method: str, path: str, status: int, allo
 
 
 @pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("http://x/v1/models", 200),
+        ("HTTP://other:81/v1/models?a=http://y", 200),
+        ("http://x", 404),
+        ("/http://x/v1/models", 404),
+        ("x/v1/models", 404),
+    ],
+)
+def test_a_target_may_name_the_host_as_well(site: Site, target: str, status: int) -> None:
+    with site.socket() as connection:
+        connection.sendall(f"GET {target} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        answer = read_until_closed(connection)
+
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+
+
+@pytest.mark.parametrize(
     ("sent", "status"),
     [
         (b"nonsense\r\n\r\n", 400),
