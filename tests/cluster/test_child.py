@@ -71,6 +71,7 @@ def test_the_reason_of_its_end_is_its_own(program: str, reason: str) -> None:
 
     assert state.phase is Phase.ENDED
     assert state.detail.startswith(reason)
+    assert not state.is_drained
 
 
 def test_a_program_that_does_not_exist_is_an_end_with_a_reason() -> None:
@@ -98,6 +99,7 @@ def test_stopping_lets_it_drain() -> None:
     )
 
     assert states[-1].detail == "drained"
+    assert states[-1].is_drained
 
 
 def test_one_that_is_stopped_before_it_runs_ends_too() -> None:

@@ -55,10 +55,13 @@ class FakeMachines:
     def end(self, life: Life, reason: str = "killed by signal 9") -> None:
         self.states[life] = LifeState(phase=Phase.ENDED, detail=reason)
 
+    def drain(self, life: Life) -> None:
+        self.states[life] = LifeState(phase=Phase.ENDED, detail="drained", is_drained=True)
+
     def finish_draining(self) -> None:
         for life in self.live():
             if life in self.stopping:
-                self.end(life, "drained")
+                self.drain(life)
 
     def by_id(self, worker_id: str) -> Life:
         (life,) = [life for life in self.live() if life.worker_id == worker_id]
@@ -137,6 +140,47 @@ def test_a_long_healthy_life_ends_the_row_of_failures() -> None:
     pools.tick()
 
     clock.advance(61.0)
+    machines.end(machines.by_id("decode-0"))
+    pools.tick()
+
+    assert len(machines.live()) == 1
+
+
+def test_one_that_somebody_else_drains_is_replaced_at_once_and_counts_no_failure() -> None:
+    pools, machines, _ = started(0, 1)
+    for generation in (8, 9, 10):
+        machines.all_join()
+        pools.tick()
+        machines.drain(machines.by_id("decode-0"))
+        pools.tick()
+
+        assert machines.by_id("decode-0").generation == generation
+    assert report_of(pools, "decode-0").num_failures == 0
+
+
+def test_one_that_ends_well_before_it_joined_has_failed() -> None:
+    pools, machines, _ = started(0, 1)
+
+    machines.drain(machines.by_id("decode-0"))
+    pools.tick()
+
+    assert report_of(pools, "decode-0").num_failures == 1
+
+
+def test_a_long_healthy_life_that_is_replaced_ends_the_row_of_failures_too() -> None:
+    pools, machines, clock = started(0, 1)
+    for _ in range(2):
+        machines.end(machines.by_id("decode-0"))
+        pools.tick()
+        clock.advance(10.0)
+        pools.tick()
+    machines.all_join()
+    pools.tick()
+    clock.advance(61.0)
+    pools.replace("decode-0")
+    machines.finish_draining()
+    pools.tick()
+
     machines.end(machines.by_id("decode-0"))
     pools.tick()
 

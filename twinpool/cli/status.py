@@ -53,7 +53,7 @@ def _table(
 ) -> Table:
     books = {audit["id"]: audit for audit in audits}
     failures = {worker["worker_id"]: worker["num_failures"] for worker in wanted}
-    table = Table("worker", "role", "state", "host", "pid", "running", "queued", "blocks free", "restarts")
+    table = Table("worker", "role", "state", "host", "pid", "running", "queued", "blocks free", "failures")
     for worker in workers:
         blocks = books.get(worker["id"], {}).get("blocks")
         table.add_row(

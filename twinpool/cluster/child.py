@@ -82,7 +82,8 @@ class WorkerProcess:
             code = await process.wait()
         finally:
             process.stdin.close()
-        self._tell(phase=Phase.ENDED, detail=self._failure or _reason(code, self._log))
+        reason = self._failure or _reason(code, self._log)
+        self._tell(phase=Phase.ENDED, detail=reason, is_drained=code == 0)
 
     async def next_state(self, seen: LifeState | None) -> LifeState:
         """Return what is known, as soon as it differs from ``seen``."""

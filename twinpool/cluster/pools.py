@@ -3,6 +3,7 @@
     wanted, no life   -> start it, unless it waits: after failures (backoff) or for room on a machine
     life, not wanted  -> stop it: it drains
     life ended        -> forget the life; the next one has a larger generation
+                         one that drained, whoever asked it to, has not failed
 
 Knows no Ray, no process and no clock of its own; ``Machines`` starts and stops.
 """
@@ -41,6 +42,7 @@ class LifeState:
 
     phase: Phase = Phase.STARTING
     detail: str = ""  # what it does while it starts; why it ended
+    is_drained: bool = False  # it ended as one that was asked to, by whomever
     pid: int | None = None
     host: str = ""
 
@@ -89,7 +91,7 @@ class WorkerReport:
     state: str  # starting, running, stopping, waiting
     generation: int | None  # of the life that runs
     detail: str  # why it waits, or what it does
-    num_failures: int  # lives that ended unasked since the deployment started
+    num_failures: int  # lives that ended otherwise than by draining since the deployment started
     last_failure: str = ""  # why the latest of them ended
     pid: int | None = None
     host: str = ""
@@ -177,12 +179,12 @@ class Pools:
             self._machines.stop(slot.life)
 
     def _ended(self, slot: _Slot, state: LifeState, now_s: float) -> None:
-        was_asked = slot.stopping and not slot.late
-        if not was_asked:
-            was_healthy = (
-                slot.running_since_s is not None and now_s - slot.running_since_s >= self._backoff.healthy_s
-            )
-            slot.failures_in_row = 1 if was_healthy else slot.failures_in_row + 1
+        joined_s = slot.running_since_s
+        if joined_s is not None and now_s - joined_s >= self._backoff.healthy_s:
+            slot.failures_in_row = 0
+        was_drained = slot.stopping or (state.is_drained and joined_s is not None)
+        if slot.late or not was_drained:
+            slot.failures_in_row += 1
             slot.num_failures += 1
             slot.not_before_s = now_s + self._backoff.delay_s(slot.failures_in_row)
             late = f"did not join the router within {self._start_timeout_s:g} s; " if slot.late else ""
