@@ -11,7 +11,7 @@ import re
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -216,13 +216,3 @@ def holds(worker: dict[str, Any]) -> bool:
         or worker["transfers"]
         or worker["sequences"]
     )
-
-
-def until(is_true: Callable[[], bool], *, within_s: float, every_s: float = 0.02) -> bool:
-    """Wait until ``is_true`` is; return whether it came true in time."""
-    end_s = time.monotonic() + within_s
-    while not is_true():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(every_s)
-    return True

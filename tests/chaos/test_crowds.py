@@ -15,8 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.chaos.callers import Ask, Call, Caller, until
+from tests.chaos.callers import Ask, Call, Caller
 from tests.cluster.servers import PATIENCE_S, Server, serving
+from tests.patience import until
 
 pytestmark = pytest.mark.slow
 

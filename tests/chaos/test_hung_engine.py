@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tests.chaos.callers import Ask, Caller, until
+from tests.chaos.callers import Ask, Caller
 from tests.chaos.ports import free_port
 from tests.cluster.servers import serving
+from tests.patience import until
 
 HANGS = """
 import sys, time

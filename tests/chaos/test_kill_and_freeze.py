@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.callers import Ask, Call, Caller, until
+from tests.chaos.callers import Ask, Call, Caller
 from tests.chaos.ports import free_port
 from tests.cluster.servers import serving
+from tests.patience import until
 
 LEASE_S = 3.0
 LOST_AFTER_S = 2.0

@@ -13,9 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.chaos.callers import Ask, Caller, until
+from tests.chaos.callers import Ask, Caller
 from tests.checkpoints_toy import make_checkpoint
 from tests.cluster.servers import Server, lives, serving, start, terminate
+from tests.patience import until
 from twinpool.cluster.api_client import ApiClient
 
 KILLED_S = 10.0  # a deployment whose server was killed is gone by itself in that time

@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,16 +77,6 @@ def start(model: Path, *options: str, folder: Path, stderr: object) -> subproces
         env=os.environ | {"TMPDIR": str(folder)},
         start_new_session=True,
     )
-
-
-def eventually(is_true: Callable[[], bool], *, within_s: float = PATIENCE_S) -> bool:
-    """Wait until ``is_true`` is; return whether it came true in time."""
-    end_s = time.monotonic() + within_s
-    while not is_true():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def all_gone(processes: list[psutil.Process]) -> bool:

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from tests.checkpoints_toy import make_checkpoint
-from tests.cluster.servers import all_gone, eventually, serving, terminate
+from tests.cluster.servers import PATIENCE_S, all_gone, serving, terminate
+from tests.patience import until
 from twinpool.core.errors import ServingError
 
 
@@ -60,7 +61,7 @@ def test_a_deployment_answers_survives_its_workers_and_ray_and_leaves_nothing(mo
                     return bool(worker["state"] == "ready")
             return False
 
-        assert eventually(is_replaced)
+        assert until(is_replaced, within_s=PATIENCE_S)
         assert server.answer() == expected
         (report,) = [
             each
@@ -80,9 +81,9 @@ def test_a_deployment_answers_survives_its_workers_and_ray_and_leaves_nothing(mo
                 and all(worker["state"] == "ready" for worker in there.values())
             )
 
-        assert eventually(is_scaled)
+        assert until(is_scaled, within_s=PATIENCE_S)
         server.client.post("/admin/scale", {"prefill": 1})
-        assert eventually(lambda: len(server.client.get("/admin/workers")) == 2)
+        assert until(lambda: len(server.client.get("/admin/workers")) == 2, within_s=PATIENCE_S)
         with pytest.raises(ServingError, match="0 workers cannot follow 1"):
             server.client.post("/admin/scale", {"decode": 0})
         assert server.answer() == expected
@@ -93,7 +94,7 @@ def test_a_deployment_answers_survives_its_workers_and_ray_and_leaves_nothing(mo
 
         started = server.descendants()
         assert terminate(server) == 0
-        assert eventually(lambda: all_gone(started), within_s=1.0)
+        assert until(lambda: all_gone(started), within_s=1.0)
         assert list(server.folder.iterdir()) == []
         with pytest.raises(ServingError, match="does not answer"):
             server.client.get("/health")
@@ -106,8 +107,8 @@ def test_a_server_that_is_killed_takes_everything_with_it(model: Path) -> None:
 
         server.process.kill()
 
-        assert eventually(lambda: all_gone(started), within_s=20.0)
-        assert eventually(lambda: list(server.folder.iterdir()) == [], within_s=5.0)
+        assert until(lambda: all_gone(started), within_s=20.0)
+        assert until(lambda: list(server.folder.iterdir()) == [], within_s=5.0)
 
 
 def test_workers_that_lose_ray_go_on_until_their_successors_join(model: Path) -> None:
@@ -124,12 +125,12 @@ def test_workers_that_lose_ray_go_on_until_their_successors_join(model: Path) ->
             workers = server.client.get("/admin/workers")
             return [worker["generation"] > first["generation"] for worker in workers] == [True]
 
-        assert eventually(is_succeeded)
+        assert until(is_succeeded, within_s=PATIENCE_S)
         assert answers == [expected] * len(answers)
-        assert eventually(lambda: not psutil.pid_exists(first["pid"]), within_s=20.0)
+        assert until(lambda: not psutil.pid_exists(first["pid"]), within_s=20.0)
         started = server.descendants()
         assert terminate(server) == 0
-        assert eventually(lambda: all_gone(started), within_s=1.0)
+        assert until(lambda: all_gone(started), within_s=1.0)
 
 
 def run_serve(*options: str) -> tuple[int, str]:

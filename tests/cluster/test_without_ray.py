@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints_toy import make_checkpoint
-from tests.cluster.servers import PATIENCE_S, Server, eventually
+from tests.cluster.servers import PATIENCE_S, Server
+from tests.patience import until
 from twinpool.cluster.api_client import ApiClient
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -96,7 +97,7 @@ def test_workers_started_by_hand_serve_drain_and_are_refused(model: Path, tmp_pa
 
         prefill.send_signal(signal.SIGTERM)
         assert prefill.wait(PATIENCE_S) == 0
-        assert eventually(lambda: len(server.client.get("/admin/workers")) == 1)
+        assert until(lambda: len(server.client.get("/admin/workers")) == 1, within_s=PATIENCE_S)
         assert server.answer() == expected
 
         process.send_signal(signal.SIGINT)

@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 
 import httpx
@@ -20,6 +20,7 @@ from router.config import RouterConfig
 from router.http.clients import MAX_AT_ONCE
 from router.http.config import HTTPConfig
 from router.http.server import HTTPServer
+from tests.patience import until
 from tests.router_http.toys import Reply, Site, raw_post, read_until_closed
 from twinpool.core.errors import ConfigError
 
@@ -28,16 +29,9 @@ NOTICE_S = 3.0  # about 0.5 on an idle machine; without noticing it would be 30
 LONG = {"prompt": "a", "ignore_eos": True, "max_tokens": 400}
 
 
-def wait_until(is_true: Callable[[], bool], *, timeout_s: float = 10.0) -> bool:
-    end_s = time.monotonic() + timeout_s
-    while not is_true() and time.monotonic() < end_s:
-        time.sleep(0.01)
-    return is_true()
-
-
 def seconds_until_idle(site: Site) -> float:
     began_s = time.monotonic()
-    assert wait_until(lambda: site.worker.num_open == 0 and site.router.num_in_flight == 0)
+    assert until(lambda: site.worker.num_open == 0 and site.router.num_in_flight == 0)
     return time.monotonic() - began_s
 
 
@@ -47,7 +41,7 @@ def test_a_client_that_closes_ends_its_work_within_a_second(site: Site, stream: 
     site.worker.delay_s = delay_s
     with site.socket() as connection:
         connection.sendall(raw_post(COMPLETIONS, {**LONG, "stream": stream}))
-        assert wait_until(lambda: site.worker.num_open == 1)
+        assert until(lambda: site.worker.num_open == 1)
         time.sleep(0.1)
 
     assert seconds_until_idle(site) < NOTICE_S
@@ -60,7 +54,7 @@ def test_a_client_that_resets_ends_its_work(site: Site, stream: bool) -> None:
     with site.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.sendall(raw_post(COMPLETIONS, {**LONG, "stream": stream, "n": 3}))
-        assert wait_until(lambda: site.worker.num_open == 3)
+        assert until(lambda: site.worker.num_open == 3)
 
     assert seconds_until_idle(site) < NOTICE_S
 
@@ -127,7 +121,7 @@ def test_a_client_that_pipelined_and_left_ends_its_work(site: Site) -> None:
     site.worker.delay_s = 30.0
     with site.socket() as connection:
         connection.sendall(raw_post(COMPLETIONS, LONG))
-        assert wait_until(lambda: site.worker.num_open == 1)
+        assert until(lambda: site.worker.num_open == 1)
         connection.sendall(raw_post(COMPLETIONS, LONG))
         time.sleep(0.1)
 
@@ -344,7 +338,7 @@ def test_stopping_cuts_open_answers_with_an_error_and_frees_them() -> None:
     with site.socket() as stream, site.socket() as whole:
         stream.sendall(raw_post(COMPLETIONS, {**LONG, "stream": True}))
         whole.sendall(raw_post(COMPLETIONS, LONG))
-        assert wait_until(lambda: site.worker.num_open == 2)
+        assert until(lambda: site.worker.num_open == 2)
         time.sleep(0.2)
         site.close()
         ends = [read_until_closed(stream), read_until_closed(whole)]
@@ -377,8 +371,8 @@ def test_a_client_that_never_reads_is_waited_for_and_given_up() -> None:
                 "ignore_eos": True,
             }
             connection.sendall(raw_post(COMPLETIONS, body, "x-request-id: slow"))
-            assert wait_until(lambda: len(site.worker.requests) >= MAX_AT_ONCE)
-            assert wait_until(lambda: site.worker.num_open == 0, timeout_s=30.0)
+            assert until(lambda: len(site.worker.requests) >= MAX_AT_ONCE)
+            assert until(lambda: site.worker.num_open == 0, within_s=30.0)
             outcome = site.request("GET", "/admin/requests/slow").json["outcome"]
     finally:
         site.close()
