@@ -6,7 +6,7 @@ import asyncio
 
 from router.guard import Guard
 from router.workers import WorkerHandle, WorkerPool
-from twinpool.core.errors import ServingError
+from twinpool.core.errors import DeadlineExceeded, ServingError
 
 
 async def audit_workers(pool: WorkerPool, *, timeout_s: float) -> tuple[bool, list[dict[str, object]]]:
@@ -25,8 +25,10 @@ async def _ask(handle: WorkerHandle, timeout_s: float) -> dict[str, object]:
     try:
         with Guard(handle, timeout_s=timeout_s):
             audit = await handle.ports.worker.audit()
+    except DeadlineExceeded:
+        return {**answer, "error": f"no answer within {timeout_s} s"}
     except ServingError as error:
-        return {**answer, "error": f"no answer within {timeout_s} s: {error}"}
+        return {**answer, "error": str(error)}
     blocks = audit.blocks
     answer |= {
         "blocks": {

@@ -31,7 +31,6 @@ def create_app(
     model: ServedModel,
     config: HTTPConfig,
     *,
-    entropy: random.Random | None = None,
     deployment: Deployment | None = None,
 ) -> ASGIApp:
     """Build the HTTP application.
@@ -40,7 +39,6 @@ def create_app(
         router: Answers the requests.
         model: What is served.
         config: Limits and the API key.
-        entropy: Gives the seeds of requests that name none; the machine's own by default.
         deployment: Starts and ends workers; by default that is done elsewhere.
     """
     preparer = Preparer(
@@ -48,7 +46,7 @@ def create_app(
         clock=router.clock,
         limit_tokens=lambda: router.pool.max_request_tokens,
         timeout_s=router.config.request_timeout_s,
-        entropy=entropy or random.SystemRandom(),
+        entropy=random.SystemRandom(),
     )
     admin, models = AdminRoutes(router, deployment or StartedElsewhere(), config), ModelRoutes(model)
     tokenize = TokenizeRoutes(model, preparer, config)

@@ -97,7 +97,7 @@ class Verdict:
 
     status: int
     type: str
-    code: str | None
+    code: str
     message: str | None = None  # said instead of the error's own words, which are for the log
 
 
@@ -144,7 +144,7 @@ def error_body(error: ServingError) -> dict[str, object]:
     verdict = verdict_of(error)
     return {
         "error": {
-            "message": verdict.message or _words_of(error),
+            "message": verdict.message or str(error) or type(error).__name__,
             "type": verdict.type,
             "param": error.param if isinstance(error, InvalidRequest) else None,
             "code": verdict.code,
@@ -166,7 +166,3 @@ def error_headers(error: ServingError) -> dict[str, str]:
     if isinstance(error, Unavailable):
         return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
     return {}
-
-
-def _words_of(error: ServingError) -> str:
-    return str(error) or type(error).__name__

@@ -51,11 +51,6 @@ class AgentProcess:
         await self._send(unbind(self._spec))
         self._following = asyncio.create_task(self._follow())
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the agent is gone, asked or not."""
-        return self._following is not None and self._following.done()
-
     async def scale(self, role: Role, workers: int) -> None:
         """Want so many workers of ``role`` from now on."""
         await self._send({"op": "scale", "role": role.value, "workers": workers})

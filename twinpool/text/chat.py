@@ -35,7 +35,6 @@ class ChatTemplate:
     Args:
         sources: Template texts by name; ``default`` is used, ``tool_use`` when there are tools.
         tokenizer: Gives the special tokens.
-        limits: What one rendering may use.
         now: What a template that prints the date prints.
 
     Raises:
@@ -47,14 +46,13 @@ class ChatTemplate:
         sources: Mapping[str, str],
         tokenizer: Tokenizer,
         *,
-        limits: RenderLimits | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         self._variables = dict(tokenizer.special_tokens)
         self._templates: dict[str, _Template] = {}
         for name, source in sources.items():
             try:
-                sandbox = TemplateSandbox(source, limits=limits or RenderLimits(), now=now)
+                sandbox = TemplateSandbox(source, limits=RenderLimits(), now=now)
             except TemplateError as error:
                 raise ModelError("--model", f"the chat template cannot be used: {error}") from error
             self._templates[name] = _Template(sandbox, source, tokenizer.added_tokens)

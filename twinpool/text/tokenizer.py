@@ -61,7 +61,7 @@ class Tokenizer:
         self.special_tokens = special_tokens
         self.added_tokens = {token.content: token.special for token in added.values()}
         # A longer text has more tokens than one, whatever it says; normalising may shorten it first.
-        longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+        longest = max(map(len, vocab), default=1)
         self.max_token_chars = longest if backend.normalizer is None else 4 * longest
         self._plain_backend = _without_added_tokens(backend)
         decoder = backend.decoder
