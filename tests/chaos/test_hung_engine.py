@@ -9,8 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.chaos.callers import Ask, Caller
-from tests.chaos.ports import free_port
-from tests.cluster.servers import serving
+from tests.cluster.servers import free_port, serving
 from tests.patience import until
 
 HANGS = """

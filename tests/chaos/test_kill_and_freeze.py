@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.callers import Ask, Call, Caller
-from tests.chaos.ports import free_port
-from tests.cluster.servers import serving
+from tests.cluster.servers import free_port, serving
 from tests.patience import until
 
 LEASE_S = 3.0

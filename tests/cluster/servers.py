@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -77,6 +78,13 @@ def start(model: Path, *options: str, folder: Path, stderr: object) -> subproces
         env=os.environ | {"TMPDIR": str(folder)},
         start_new_session=True,
     )
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def all_gone(processes: list[psutil.Process]) -> bool:

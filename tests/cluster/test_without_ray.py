@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints_toy import make_checkpoint
-from tests.cluster.servers import PATIENCE_S, Server
+from tests.cluster.servers import PATIENCE_S, Server, free_port
 from tests.patience import until
 from twinpool.cluster.api_client import ApiClient
 
@@ -24,13 +23,6 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("toy"), "llama")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager
