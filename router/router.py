@@ -69,7 +69,7 @@ class Router:
         self._all_ended.set()
         self._is_draining = False
         self._logger = logging.getLogger("twinpool.router")
-        pool.subscribe(lambda _: self._admission.wake())
+        pool.subscribe(self._admission.wake)
 
     @property
     def num_queued(self) -> int:

@@ -53,27 +53,7 @@ class WorkerPorts:
     connection: Closing
 
 
-class EventKind(StrEnum):
-    """What can happen to a worker, as listeners hear of it."""
-
-    JOINED = "joined"
-    HEARD = "heard"
-    FROZEN = "frozen"
-    THAWED = "thawed"
-    LOST = "lost"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolEvent:
-    """Something happened to one worker."""
-
-    kind: EventKind
-    worker_id: str
-    role: Role
-    reason: str = ""
-
-
-Listener = Callable[[PoolEvent], None]
+Listener = Callable[[], None]
 
 
 class WorkerHandle:
@@ -250,7 +230,7 @@ class WorkerPool:
             limit=self._limit(info.role),
             stalled_after_s=self._config.stalled_after_s,
         )
-        self._tell(EventKind.JOINED, info)
+        self._note(info, "joined")
 
     def heard(self, worker_id: str, generation: int, load: WorkerLoad) -> None:
         """Take a heartbeat; one of an earlier life or of a stranger changes nothing."""
@@ -259,7 +239,10 @@ class WorkerPool:
             return
         was_frozen = handle.state is WorkerState.FROZEN
         handle.heard(load, now_s=self._clock.now_s())
-        self._tell(EventKind.THAWED if was_frozen else EventKind.HEARD, handle.info)
+        if was_frozen:
+            self._note(handle.info, "speaks again")
+        else:
+            self._tell()
 
     def left(self, worker_id: str, generation: int, reason: str) -> None:
         """Forget a worker that said good-bye or whose join stream broke."""
@@ -319,17 +302,13 @@ class WorkerPool:
         )
 
     def subscribe(self, listener: Listener) -> None:
-        """Tell ``listener`` of every event from now on; it must not wait."""
+        """Call ``listener`` whenever something changed from now on; it must not wait."""
         self._listeners.append(listener)
 
     async def wait_ready(self, *, timeout_s: float) -> bool:
         """Wait until ``is_ready``; return whether that came true in time."""
         changed = asyncio.Event()
-
-        def on_event(_: PoolEvent) -> None:
-            changed.set()
-
-        self._listeners.append(on_event)
+        self._listeners.append(changed.set)
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.is_ready:
@@ -338,7 +317,7 @@ class WorkerPool:
         except TimeoutError:
             return False
         finally:
-            self._listeners.remove(on_event)
+            self._listeners.remove(changed.set)
         return True
 
     # Its own life.
@@ -374,7 +353,7 @@ class WorkerPool:
             silent_s = now_s - handle.last_heard_s
             if silent_s > self._config.lost_after_s and handle.state is not WorkerState.FROZEN:
                 handle.freeze(f"silent for {silent_s:.1f} s")
-                self._tell(EventKind.FROZEN, handle.info, f"silent for {silent_s:.1f} s")
+                self._note(handle.info, f"is frozen, silent for {silent_s:.1f} s")
 
     @property
     def _sweep_every_s(self) -> float:
@@ -398,14 +377,15 @@ class WorkerPool:
     def _lose(self, handle: WorkerHandle, reason: str) -> None:
         handle.lose(reason)
         self._disconnecting.start(handle.ports.connection.close())
-        self._tell(EventKind.LOST, handle.info, reason)
+        self._note(handle.info, f"is lost: {reason}")
 
-    def _tell(self, kind: EventKind, info: WorkerInfo, reason: str = "") -> None:
-        if kind is not EventKind.HEARD:
-            self._log.info("worker %s (%s) %s %s", info.worker_id, info.role, kind, reason)
-        event = PoolEvent(kind=kind, worker_id=info.worker_id, role=info.role, reason=reason)
+    def _note(self, info: WorkerInfo, what: str) -> None:
+        self._log.info("worker %s (%s) %s", info.worker_id, info.role, what)
+        self._tell()
+
+    def _tell(self) -> None:
         for listener in list(self._listeners):
-            listener(event)
+            listener()
 
 
 def check_fit(there: WorkerInfo, new: WorkerInfo) -> None:

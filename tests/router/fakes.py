@@ -296,7 +296,7 @@ class World:
     async def until(self, worker_id: str, state: WorkerState) -> None:
         """Wait until the pool thinks so of a worker."""
         changed = asyncio.Event()
-        self.pool.subscribe(lambda _: changed.set())
+        self.pool.subscribe(changed.set)
         async with asyncio.timeout(10.0):
             while (handle := self.pool.get(worker_id)) is None or handle.state is not state:
                 await changed.wait()

@@ -9,7 +9,7 @@ from contextlib import aclosing, suppress
 import pytest
 
 from router.config import Fallback
-from router.workers import EventKind, WorkerState
+from router.workers import WorkerState
 from tests.router.fakes import FakeWorker, World, answer, colocated, disaggregated, fast_config, running
 from tests.toys import request
 from twinpool.core.errors import (
@@ -156,7 +156,7 @@ def test_the_only_decode_worker_dies_and_its_successor_goes_on() -> None:
         async with running(disaggregated()) as world:
             hit = once(world, Role.DECODE, "token", "die", after=3)
             lost = asyncio.Event()
-            world.pool.subscribe(lambda event: lost.set() if event.kind is EventKind.LOST else None)
+            world.pool.subscribe(lambda: lost.set() if world.pool.get("decode-0") is None else None)
             asking = asyncio.create_task(world.ask(QUESTION))
             await lost.wait()
             await asyncio.sleep(0.05)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from router.connect import connect_over_grpc
 from router.router import Router
-from router.workers import PoolEvent, WorkerPool
+from router.workers import WorkerPool
 from tests.router.fakes import FakeWorker, World, answer, fast_config, worker_info
 from tests.toys import request
 from twinpool.core.ports import Role
@@ -46,11 +46,11 @@ async def served(roles: list[tuple[Role, int]]) -> AsyncIterator[tuple[World, di
     all_served: dict[str, Served] = {}
     all_spoke = asyncio.Event()
 
-    def on_event(_: PoolEvent) -> None:
+    def on_change() -> None:
         if sum(handle.load is not None for handle in world.pool.handles) == len(roles):
             all_spoke.set()
 
-    world.pool.subscribe(on_event)
+    world.pool.subscribe(on_change)
     for role, number in roles:
         worker = FakeWorker(world, worker_info(role, number=number))
         server = WorkerServer(prefill=worker, decode=worker, worker=worker)
