@@ -113,8 +113,9 @@ def test_damage_on_the_wire_is_noticed_and_never_decoded(folder: Path) -> None:
                 original(frame)  # type: ignore[arg-type]
 
             decode.receiver.accept = accept_damaged  # type: ignore[method-assign]
+            # Each attempt may give its first token, so the answer must be longer than there are attempts.
             with pytest.raises(TransferDamaged, match="wrong checksum"):
-                await pair.answer(request(PROMPT, max_tokens=3, ignore_eos=True))
+                await pair.answer(request(PROMPT, max_tokens=9, ignore_eos=True))
             assert decode.receiver.counters.checksum_failures == pair.router.config.max_attempts
             del decode.receiver.accept  # type: ignore[attr-defined]
 
