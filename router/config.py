@@ -39,9 +39,19 @@ class RouterConfig:
         for name in ("max_queued", "prefill_depth", "max_running_per_worker", "max_attempts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"router.{name}", f"{getattr(self, name)} is less than 1")
-        for name in ("request_timeout_s", "queue_timeout_s", "release_timeout_s", "heartbeat_s"):
+        for name in (
+            "request_timeout_s",
+            "queue_timeout_s",
+            "release_timeout_s",
+            "audit_timeout_s",
+            "heartbeat_s",
+            "stalled_after_s",
+        ):
             if getattr(self, name) <= 0.0:
                 raise ConfigError(f"router.{name}", f"{getattr(self, name)} is not above 0")
+        for name in ("overtake_s", "release_wait_s"):
+            if getattr(self, name) < 0.0:
+                raise ConfigError(f"router.{name}", f"{getattr(self, name)} is less than 0")
         if self.lost_after_s < 2 * self.heartbeat_s:
             raise ConfigError(
                 "router.lost_after_s",

@@ -194,6 +194,8 @@ def test_an_audit_tells_of_what_runs_now() -> None:
     [
         ({"max_attempts": 0}, "router.max_attempts: 0 is less than 1"),
         ({"queue_timeout_s": 0.0}, "router.queue_timeout_s: 0.0 is not above 0"),
+        ({"audit_timeout_s": 0.0}, "router.audit_timeout_s: 0.0 is not above 0"),
+        ({"overtake_s": -1.0}, "router.overtake_s: -1.0 is less than 0"),
         ({"lost_after_s": 0.6}, "router.lost_after_s: 0.6 is less than two heartbeats of 0.5"),
     ],
 )
