@@ -116,6 +116,10 @@ def test_naming_one_kind_of_pool_means_none_of_the_other(
         (["serve", "--set", "router.model=x"], "router.model: is none of"),
         (["worker", "--join", "127.0.0.1:1"], "--role: is missing"),
         (["worker", "--role", "decode"], "--join: is missing"),
+        (
+            ["worker", "--role", "decode", "--join", "x:1", "--host", "0.0.0.0"],
+            "--host: 0.0.0.0 is no address",
+        ),
         (["worker", "--role", "decoder", "--join", "x:1"], "role: is none of prefill, decode, colocated"),
     ],
 )

@@ -32,6 +32,12 @@ CPU_ONLY: dict[str, Any] = {
         ({"torch": {"gpus": [GPU, GPU]}}, "two pools on gpus", True, "2 GPUs"),
         ({"torch": {"built for CUDA": "13"}}, "serve on gpu", False, "no NVIDIA driver"),
         ({"port": {"number": 80, "is_free": False}}, "port", False, "80 is taken"),
+        (
+            {"compilers": {"cc": None, "gcc": "/bin/gcc", "clang": None}},
+            "compile kernels",
+            True,
+            "is here",
+        ),
         ({"compilers": {"cc": None, "gcc": None, "clang": None}}, "compile kernels", False, "no C compiler"),
     ],
 )

@@ -91,6 +91,7 @@ def judge(found: Mapping[str, Any]) -> dict[str, tuple[bool, str]]:
     gpus = torch.get("gpus", [])
     missing = [name for name, version in packages.items() if version is None]
     port = found["port"]
+    has_compiler = any(found["compilers"][name] for name in ("cc", "gcc", "clang"))
     return {
         "serve on cpu": (
             has_torch and not missing,
@@ -112,8 +113,8 @@ def judge(found: Mapping[str, Any]) -> dict[str, tuple[bool, str]]:
             f"{port['number']} is free" if port["is_free"] else f"{port['number']} is taken; use --port",
         ),
         "compile kernels": (
-            any(found["compilers"][name] for name in ("cc", "gcc", "clang")),
-            "a C compiler is here" if found["compilers"]["cc"] else "no C compiler; nothing needs one",
+            has_compiler,
+            "a C compiler is here" if has_compiler else "no C compiler; nothing needs one",
         ),
     }
 

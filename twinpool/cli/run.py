@@ -82,7 +82,7 @@ def worker_config(args: argparse.Namespace) -> WorkerConfig:
     """Return what `worker` is to do; an id and a generation of its own are made up.
 
     Raises:
-        ConfigError: As ``deployment_config``; or its role or its router is not given.
+        ConfigError: As ``deployment_config``; or there is no role, no router, or no host that others reach.
     """
     merged = merge(_file(args), settings(args))
     for name in ("role", "join"):
@@ -92,7 +92,10 @@ def worker_config(args: argparse.Namespace) -> WorkerConfig:
         "worker_id": f"{merged['role']}-{socket.gethostname()}-{os.getpid()}",
         "generation": time.time_ns() // 1_000_000,
     }
-    return bind(WorkerConfig, {**made_up, **merged})
+    config = bind(WorkerConfig, {**made_up, **merged})
+    if config.host in ("0.0.0.0", "::"):
+        raise ConfigError("--host", f"{config.host} is no address that the router and other workers reach")
+    return config
 
 
 def say(text: str) -> None:
