@@ -6,7 +6,7 @@ import threading
 
 from router.config import RouterConfig
 from router.http.config import HTTPConfig
-from tests.cluster.servers import eventually
+from tests.patience import until
 from tests.router_http.toys import Site
 
 
@@ -23,9 +23,9 @@ def test_one_user_does_not_starve_another() -> None:
     try:
         for _ in range(6):
             ask("a", "crowd")
-        assert eventually(lambda: site.router.num_queued == 5, within_s=10.0)
+        assert until(lambda: site.router.num_queued == 5, within_s=10.0)
         ask("b", "one")
-        assert eventually(lambda: site.router.num_queued == 6, within_s=10.0)
+        assert until(lambda: site.router.num_queued == 6, within_s=10.0)
         site.worker.delay_s = 0.0
         for each in asking:
             each.join(timeout=20)
