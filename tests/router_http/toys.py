@@ -51,9 +51,7 @@ def byte_tokenizer() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<bos>", special=True), AddedToken("<eos>", special=True)])
-    return Tokenizer(
-        backend, special_tokens={"bos_token": "<bos>", "eos_token": "<eos>"}, eos_ids=[EOS], bos_id=BOS
-    )
+    return Tokenizer(backend, special_tokens={"bos_token": "<bos>", "eos_token": "<eos>"}, bos_id=BOS)
 
 
 def toy_model() -> ServedModel:

@@ -55,9 +55,8 @@ def test_prompts_and_answers_are_those_of_the_reference(tokenizer: Tokenizer, te
         assert text == item["text"]
 
 
-def test_the_ends_and_the_size_are_those_of_the_model(tokenizer: Tokenizer) -> None:
+def test_the_begin_and_the_size_are_those_of_the_model(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 49152
-    assert tokenizer.eos_ids == (2,)
     assert tokenizer.bos_id == 1
     assert tokenizer.special_ids == frozenset(range(17))
 

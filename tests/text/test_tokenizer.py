@@ -73,15 +73,15 @@ def test_a_second_bos_that_the_client_wrote_stays(tmp_path: Path) -> None:
     assert ids[2:] == tokenizer.encode("word", add_special_tokens=False)
 
 
-def test_end_tokens_are_the_union_of_what_the_folder_names(tmp_path: Path) -> None:
-    folder = write_byte_level(tmp_path)
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 11, "bos_token_id": 1}))
+def test_the_begin_is_the_first_that_the_folder_names(tmp_path: Path) -> None:
+    folder = write_byte_level(tmp_path, bos_token=None)
+    assert Tokenizer.load(folder).bos_id is None
 
-    tokenizer = Tokenizer.load(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1}))
+    assert Tokenizer.load(folder).bos_id == 1
 
-    end_id = tokenizer.encode("</s>", add_special_tokens=False)[0]
-    assert tokenizer.eos_ids == (7, 9, 11, end_id)
+    (folder / "config.json").write_text(json.dumps({"bos_token_id": 7}))
+    assert Tokenizer.load(folder).bos_id == 7
 
 
 def test_every_id_below_the_vocabulary_size_has_a_text_and_none_above(tmp_path: Path) -> None:

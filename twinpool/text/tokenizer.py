@@ -1,8 +1,8 @@
 """Text to token ids and back, with the ``tokenizer.json`` of a Hugging Face folder.
 
-Knows which tokens begin, end and control.  It gives the ids that ``transformers`` gives, with two
-deliberate differences: BOS is never put before a text that already begins with it, and bytes that are
-no UTF-8 never take their valid neighbours with them.
+Knows which tokens begin a text and which control; which of them end an answer, the engine knows.  It gives
+the ids that ``transformers`` gives, with two deliberate differences: BOS is never put before a text that
+already begins with it, and bytes that are no UTF-8 never take their valid neighbours with them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ class Tokenizer:
         vocab_size: Every id that exists is below it, those of added tokens included.
         special_ids: Ids that ``skip_special_tokens`` leaves out.
         bos_id: Begins a text, or None.
-        eos_ids: Each of them ends an answer: all that config.json, generation_config.json and
-            tokenizer_config.json name.
         special_tokens: Texts by the names that chat templates use, as ``bos_token``.
         added_tokens: Texts that are one token wherever they stand, with whether they are special.
     """
@@ -39,7 +37,6 @@ class Tokenizer:
     vocab_size: int
     special_ids: frozenset[int]
     bos_id: int | None
-    eos_ids: tuple[int, ...]
     special_tokens: Mapping[str, str]
     added_tokens: Mapping[str, bool]
 
@@ -48,7 +45,6 @@ class Tokenizer:
         backend: Backend,
         *,
         special_tokens: Mapping[str, str],
-        eos_ids: Iterable[int],
         bos_id: int | None,
     ) -> None:
         self._backend = backend
@@ -57,7 +53,6 @@ class Tokenizer:
         self.vocab_size = max(vocab.values(), default=-1) + 1
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.bos_id = bos_id
-        self.eos_ids = tuple(sorted(set(eos_ids)))
         self.special_tokens = special_tokens
         self.added_tokens = {token.content: token.special for token in added.values()}
         # A longer text has more tokens than one, whatever it says; normalising may shorten it first.
@@ -89,14 +84,10 @@ class Tokenizer:
         special_tokens = _special_tokens(settings)
         known = [text for text in special_tokens.values() if backend.token_to_id(text) is not None]
         backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in known])
-        configs = [read_json(folder / name) for name in ("config.json", "generation_config.json")]
-        eos_ids = [token_id for config in configs for token_id in _as_ids(config.get("eos_token_id"))]
-        eos_ids += _as_ids(backend.token_to_id(special_tokens.get("eos_token", "")))
         bos_ids = _as_ids(backend.token_to_id(special_tokens.get("bos_token", "")))
-        bos_ids += [token_id for config in configs for token_id in _as_ids(config.get("bos_token_id"))]
-        return cls(
-            backend, special_tokens=special_tokens, eos_ids=eos_ids, bos_id=bos_ids[0] if bos_ids else None
-        )
+        for name in ("config.json", "generation_config.json"):
+            bos_ids += _as_ids(read_json(folder / name).get("bos_token_id"))
+        return cls(backend, special_tokens=special_tokens, bos_id=bos_ids[0] if bos_ids else None)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the ids of ``text``; a control token that it spells is that token.
