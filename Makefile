@@ -2,9 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Without an NVIDIA GPU a CPU build of torch is enough; set TORCH to install another one.
-TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.9,torch==2.13.0)
-PACKAGES := twinpool router prefill_service decode_service kv_transfer
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Without an NVIDIA GPU a CPU build of torch is enough and much smaller, where pip is set up to find one.
+TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.9,torch==2.13.0+cpu)
 
 .PHONY: demo test test-long serve check format proto clean
 
@@ -39,11 +39,11 @@ clean:
 $(VENV)/.installed: pyproject.toml
 	@echo "making $(VENV) and installing (a few minutes the first time) ..."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --disable-pip-version-check -e .
+	$(PIP) install "$(TORCH)" || { echo "taking the default build of torch ..."; $(PIP) install "torch>=2.9"; }
+	$(PIP) install -e .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.installed
 	@echo "installing the test tools ..."
-	$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev]"
+	$(PIP) install -e ".[dev]"
 	@touch $@
