@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 
 from router.guard import Guard
 from router.workers import WorkerHandle, WorkerPool
@@ -31,13 +32,7 @@ async def _ask(handle: WorkerHandle, timeout_s: float) -> dict[str, object]:
         return {**answer, "error": str(error)}
     blocks = audit.blocks
     answer |= {
-        "blocks": {
-            "total": blocks.total,
-            "free": blocks.free,
-            "cached": blocks.cached,
-            "owned": blocks.owned,
-            "draining": blocks.draining,
-        },
+        "blocks": asdict(blocks),
         "tickets": audit.tickets,
         "transfers": audit.transfers,
         "sequences": audit.sequences,

@@ -120,12 +120,14 @@ class WorkerHandle:
 
     def freeze(self, reason: str) -> None:
         """Fail everything that waits on this worker, until it speaks again."""
-        self._fail(reason)
+        self._failure = WorkerLost(self.worker_id, reason)
+        for guard in list(self._guards):
+            guard.trip(WorkerLost(self.worker_id, reason))
 
     def lose(self, reason: str) -> None:
         """Fail everything that waits on this worker, for good."""
         self._is_gone = True
-        self._fail(reason)
+        self.freeze(reason)
 
     def take(self, *, num_tokens: int) -> None:
         """Write down that a request of ``num_tokens`` is about to take room here."""
@@ -166,11 +168,6 @@ class WorkerHandle:
 
     def unwatch(self, guard: Guard) -> None:
         self._guards.discard(guard)
-
-    def _fail(self, reason: str) -> None:
-        self._failure = WorkerLost(self.worker_id, reason)
-        for guard in list(self._guards):
-            guard.trip(WorkerLost(self.worker_id, reason))
 
 
 class WorkerPool:

@@ -171,7 +171,7 @@ def _is_free(port: int) -> bool:
 
 def _text(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{_word(name, item)}" for name, item in value.items())
+        return ", ".join(_word(name, item) for name, item in value.items())
     if isinstance(value, list):
         return "; ".join(_text(item) for item in value) or "none"
     return "none" if value is None else str(value)
