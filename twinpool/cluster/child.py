@@ -4,7 +4,7 @@
       stdin:  its settings, one line of JSON  ->
       stdin:  open as long as the parent lives
               <- stdout: one JSON object a line: {"event": "progress" | "joined" | "failed", "text": ...}
-              <- stderr: its log; the last lines are kept, since they tell why it died
+              <- stderr: its log; the last line is kept, since it tells why it died
       SIGTERM: drain and exit 0               ->
 
 Knows nothing of Ray: an actor runs it on whatever machine the worker is placed.
@@ -18,7 +18,6 @@ import os
 import signal
 import socket
 import sys
-from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -26,11 +25,10 @@ from twinpool.cluster.config import WorkerConfig
 from twinpool.cluster.pools import LifeState, Phase
 from twinpool.core.config import unbind
 
-_LOG_LINES = 20  # of stderr that are kept
 _LINE_BYTES = 2**16
 _KILL_AFTER_S = 5.0  # beyond the drain time
-# What a worker does not need to know: Ray's own settings, and its token above all.
-_PRIVATE_PREFIXES = ("RAY_",)
+# What a worker does not need to know: Ray's own settings, its token above all, and the key of the API.
+_PRIVATE_PREFIXES = ("RAY_", "TWINPOOL_API_KEY")
 
 
 class WorkerProcess:
@@ -51,7 +49,7 @@ class WorkerProcess:
         )
         self._state = LifeState(host=socket.gethostname(), detail="starting")
         self._changed = asyncio.Event()
-        self._log: deque[str] = deque(maxlen=_LOG_LINES)
+        self._last_line = ""
         self._failure = ""
         self._process: asyncio.subprocess.Process | None = None
         self._is_asked_to_stop = False
@@ -82,7 +80,7 @@ class WorkerProcess:
             code = await process.wait()
         finally:
             process.stdin.close()
-        reason = self._failure or _reason(code, self._log)
+        reason = self._failure or _reason(code, self._last_line)
         self._tell(phase=Phase.ENDED, detail=reason, is_drained=code == 0)
 
     async def next_state(self, seen: LifeState | None) -> LifeState:
@@ -113,7 +111,7 @@ class WorkerProcess:
                 event = json.loads(line)
                 kind, text = str(event["event"]), str(event.get("text", ""))
             except (ValueError, KeyError, TypeError, AttributeError):
-                self._log.append(line)
+                self._last_line = line.strip() or self._last_line
                 continue
             if kind == "failed":
                 self._failure = text
@@ -124,7 +122,7 @@ class WorkerProcess:
 
     async def _follow_log(self, stderr: asyncio.StreamReader) -> None:
         async for line in _lines(stderr):
-            self._log.append(line)
+            self._last_line = line.strip() or self._last_line
             sys.stderr.write(f"{self._config.worker_id}: {line}\n")
 
     def _tell(self, **changes: object) -> None:
@@ -156,12 +154,11 @@ async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
         yield raw.decode(errors="replace").rstrip()
 
 
-def _reason(code: int, log: Sequence[str]) -> str:
+def _reason(code: int, last_line: str) -> str:
     """Say why a process that did not tell itself ended."""
     if code == 0:
         return "drained"
-    last = next((line.strip() for line in reversed(log) if line.strip()), "")
     if code == -signal.SIGKILL:
         return "killed by SIGKILL, by hand or because the machine is out of memory"
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
-    return f"{how}: {last}" if last else how
+    return f"{how}: {last_line}" if last_line else how
