@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from twinpool.cluster.placement import Need, Node, place
+from twinpool.cluster.placement import Machine, Need, place
 
 
-def node(
+def machine(
     *, cpus: float = 8, gpus: float = 0, free_cpus: float | None = None, free_gpus: float | None = None
-) -> Node:
-    return Node(
+) -> Machine:
+    return Machine(
         total={"CPU": cpus, "GPU": gpus},
         available={
             "CPU": cpus if free_cpus is None else free_cpus,
@@ -26,7 +26,7 @@ def need(worker_id: str = "prefill-1", **resources: float) -> Need:
 def test_who_fits_is_placed_and_the_rest_waits() -> None:
     needs = [need("a", GPU=1), need("b", GPU=3), need("c", GPU=1)]
 
-    fitting, reasons = place(needs, [node(gpus=2)])
+    fitting, reasons = place(needs, [machine(gpus=2)])
 
     assert [item.worker_id for item in fitting] == ["a", "c"]
     assert reasons == {"b": "b needs 3 GPUs, the cluster has 2"}
@@ -35,34 +35,40 @@ def test_who_fits_is_placed_and_the_rest_waits() -> None:
 def test_fractions_of_a_gpu_share_it() -> None:
     needs = [need(str(i), GPU=0.1) for i in range(10)]
 
-    fitting, reasons = place(needs, [node(gpus=1)])
+    fitting, reasons = place(needs, [machine(gpus=1)])
 
     assert len(fitting) == 10
     assert reasons == {}
 
 
 @pytest.mark.parametrize(
-    ("resources", "nodes", "reason"),
+    ("resources", "machines", "reason"),
     [
-        ({"GPU": 8}, [node(gpus=4)], "prefill-1 needs 8 GPUs, the cluster has 4"),
+        ({"GPU": 8}, [machine(gpus=4)], "prefill-1 needs 8 GPUs, the cluster has 4"),
         (
             {"GPU": 8},
-            [node(gpus=4), node(gpus=4)],
+            [machine(gpus=4), machine(gpus=4)],
             "prefill-1 needs 8 GPUs on one machine, the largest has 4",
         ),
         (
             {"GPU": 2},
-            [node(gpus=4, free_gpus=1), node(gpus=4, free_gpus=0)],
+            [machine(gpus=4, free_gpus=1), machine(gpus=4, free_gpus=0)],
             "prefill-1 needs 2 GPUs, 1 of the cluster's 8 are free",
         ),
         (
             {"CPU": 4, "GPU": 1},
-            [node(cpus=8, gpus=1, free_gpus=0), node(cpus=8, free_cpus=8), node(cpus=8, gpus=1, free_cpus=1)],
+            [
+                machine(cpus=8, gpus=1, free_gpus=0),
+                machine(cpus=8, free_cpus=8),
+                machine(cpus=8, gpus=1, free_cpus=1),
+            ],
             "prefill-1 needs 4 CPUs, 1 GPUs on one machine, no machine has all of them free",
         ),
         ({"CPU": 1}, [], "prefill-1 cannot be placed: the cluster has no machine"),
-        ({"tpu": 1}, [node()], "prefill-1 needs 1 tpu, the cluster has 0"),
+        ({"tpu": 1}, [machine()], "prefill-1 needs 1 tpu, the cluster has 0"),
     ],
 )
-def test_the_reason_says_what_is_missing(resources: dict[str, float], nodes: list[Node], reason: str) -> None:
-    assert place([need(**resources)], nodes) == ((), {"prefill-1": reason})
+def test_the_reason_says_what_is_missing(
+    resources: dict[str, float], machines: list[Machine], reason: str
+) -> None:
+    assert place([need(**resources)], machines) == ((), {"prefill-1": reason})

@@ -23,13 +23,12 @@ class WorkerActor:
     Args:
         config: What the worker is told.
         is_local: All of Ray is on this machine, so that loopback is enough.
-        command: The program of a worker; the worker itself if None.
     """
 
-    def __init__(self, config: WorkerConfig, is_local: bool, command: tuple[str, ...] | None) -> None:
+    def __init__(self, config: WorkerConfig, is_local: bool) -> None:
         host = config.host if is_local else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         # The raylet is this process's parent.  While it lives, a worker without its actor is a leftover.
-        self._worker = WorkerProcess(replace(config, host=host, supervisor_pid=os.getppid()), command=command)
+        self._worker = WorkerProcess(replace(config, host=host, supervisor_pid=os.getppid()))
         self._running: asyncio.Task[None] | None = None
 
     async def next_state(self, seen: LifeState | None) -> LifeState:

@@ -1,6 +1,6 @@
 """The process between a server and Ray: it owns every process and file of a deployment, and ends them all.
 
-    server --- stdin: AgentSpec, then {"op": ...} lines ---> agent ---> Ray driver ---> Ray ---> workers
+    server --- stdin: settings, then {"op": ...} lines ---> agent ---> Ray driver ---> Ray ---> workers
            <-- stdout: {"event": ...} lines ----------------
 
 Whatever the driver starts descends from the agent, which adopts orphans, so the end is certain: when the
@@ -13,6 +13,7 @@ The agent is in a session of its own: neither Ctrl-C nor the server's death keep
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -21,10 +22,9 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from typing import IO, Any
 
-from twinpool.cluster.config import DeploymentConfig, WorkerConfig
+from twinpool.cluster.config import DeploymentSpec
 from twinpool.cluster.local_ray import (
     OwnedFolder,
     adopt_orphans,
@@ -45,22 +45,12 @@ _CHECK_EVERY_S = 1.0
 _GONE_LIMIT_S = 6.0  # for the driver's own clean-up once the server is gone
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentSpec:
-    """What an agent is told at its start."""
-
-    name: str  # of the deployment, unlike any other
-    config: DeploymentConfig
-    worker: WorkerConfig  # of every worker, but for its id, role and generation
-    worker_command: tuple[str, ...] | None = None  # the program of a worker; null: the worker itself
-
-
 def main() -> None:
     """Run until the server says ``stop`` or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     adopt_orphans()
     remove_abandoned_folders()
-    spec = bind(AgentSpec, json.loads(sys.stdin.readline()))
+    spec = bind(DeploymentSpec, json.loads(sys.stdin.readline()))
     try:
         code = _Agent(spec).run()
     finally:
@@ -69,11 +59,10 @@ def main() -> None:
 
 
 class _Agent:
-    def __init__(self, spec: AgentSpec) -> None:
+    def __init__(self, spec: DeploymentSpec) -> None:
         self._spec = spec
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # from the server; None: it is gone
         self._scaled: list[str] = []  # ops that a restarted driver must hear again
-        self._is_local = spec.config.ray_address is None
         self._has_workers = False  # a driver has told of workers, ever
         self._is_up = False  # the present driver has
         self._is_ending = False
@@ -81,7 +70,7 @@ class _Agent:
     def run(self) -> int:
         threading.Thread(target=self._follow_server, daemon=True, name="server").start()
         num_crashes, pause_s = 0, _RESTART_AFTER_S
-        while True:
+        while not self._is_ending:
             folder = OwnedFolder.make()
             try:
                 code = self._run_driver(folder)
@@ -90,9 +79,7 @@ class _Agent:
                 kill_descendants(only=is_of_ray)
                 folder.remove()
             if code == 0 or self._is_ending:
-                kill_descendants()
-                self._tell("stopped")
-                return 0
+                break
             if code == FAILED:
                 return 1
             num_crashes += 1
@@ -100,17 +87,14 @@ class _Agent:
                 self._tell("failed", text=f"Ray ended {num_crashes} times while it started (exit {code})")
                 return 1
             self._tell("away", text="Ray is gone; starting it again")
-            time.sleep(pause_s)
+            self._pause(pause_s)
             pause_s = min(2 * pause_s, _MAX_RESTART_S)
+        kill_descendants()
+        self._tell("stopped")
+        return 0
 
     def _run_driver(self, folder: OwnedFolder) -> int:
-        spec = DriverSpec(
-            name=self._spec.name,
-            config=self._spec.config,
-            worker=self._spec.worker,
-            folder=folder.path,
-            worker_command=self._spec.worker_command,
-        )
+        spec = DriverSpec(deployment=self._spec, folder=folder.path)
         self._is_up = False
         driver = subprocess.Popen(
             [sys.executable, "-m", "twinpool.cluster.ray_driver"],
@@ -118,7 +102,7 @@ class _Agent:
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
-            env=os.environ | (local_ray_environment() if self._is_local else {}),
+            env=os.environ | (local_ray_environment() if self._spec.is_local else {}),
         )
         assert driver.stdin is not None and driver.stdout is not None
         relay = threading.Thread(target=self._relay, args=(driver.stdout,), daemon=True, name="events")
@@ -129,6 +113,19 @@ class _Agent:
         self._serve(driver, driver.stdin)
         relay.join(timeout=1.0)
         return driver.returncode
+
+    def _pause(self, pause_s: float) -> None:
+        """Wait, unless the server wants the end; numbers of workers that it names are for the next driver."""
+        end_s = time.monotonic() + pause_s
+        while not self._is_ending and (left_s := end_s - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                self._note(self._lines.get(timeout=left_s))
+
+    def _note(self, line: str | None) -> None:
+        op = "stop" if line is None else json.loads(line)["op"]
+        self._is_ending = self._is_ending or op == "stop"
+        if line is not None and op == "scale":
+            self._scaled.append(line)
 
     def _serve(self, driver: subprocess.Popen[str], stdin: IO[str]) -> None:
         """Pass ops on until the driver has ended; one that outlives the server or Ray for long is killed."""
@@ -143,24 +140,18 @@ class _Agent:
                 if time.monotonic() - checked_s > _CHECK_EVERY_S and not self._is_ending:
                     checked_s = time.monotonic()
                     reap_orphans(but=driver.pid)
-                    if self._is_local and self._is_up and not has_daemons():
+                    if self._spec.is_local and self._is_up and not has_daemons():
                         # Ray's own clients would wait for a daemon that nobody starts again.
                         driver.kill()
                 continue
+            self._note(line)
+            if self._is_ending and not self._is_up:
+                driver.kill()
             if line is None:
-                self._is_ending = True
                 gone_s = time.monotonic()
                 stdin.close()
-                if not self._is_up:
-                    driver.kill()
-                continue
-            op = json.loads(line)["op"]
-            self._is_ending = self._is_ending or op == "stop"
-            if op == "stop" and not self._is_up:
-                driver.kill()
-            if op == "scale":
-                self._scaled.append(line)
-            _write(stdin, line)
+            else:
+                _write(stdin, line)
 
     def _follow_server(self) -> None:
         for line in sys.stdin:

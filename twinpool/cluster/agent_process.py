@@ -7,12 +7,11 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from twinpool.cluster.agent import AgentSpec
+from twinpool.cluster.config import DeploymentSpec
 from twinpool.cluster.pools import WorkerReport
 from twinpool.core.config import bind, unbind
-from twinpool.core.errors import WorkerLost
 from twinpool.core.ports import Role
 
 _LINE_BYTES = 2**22
@@ -27,7 +26,7 @@ class AgentProcess:
         say: Called with each line of progress.
     """
 
-    def __init__(self, spec: AgentSpec, *, say: Callable[[str], None]) -> None:
+    def __init__(self, spec: DeploymentSpec, *, say: Callable[[str], None]) -> None:
         self._spec = spec
         self._say = say
         self.reports: tuple[WorkerReport, ...] | None = None  # None: nothing was heard yet
@@ -83,7 +82,8 @@ class AgentProcess:
             event = json.loads(line)
             kind, text = event["event"], event.get("text", "")
             if kind == "workers":
-                self.reports, self.away = _reports(event["workers"]), ""
+                self.reports = tuple(bind(WorkerReport, report) for report in event["workers"])
+                self.away = ""
             elif kind == "away":
                 self.away = text
                 self._say(f"no dead worker is replaced for now: {text}")
@@ -106,18 +106,3 @@ class AgentProcess:
     def _close_stdin(self) -> None:
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.close()
-
-
-def _reports(values: Sequence[object]) -> tuple[WorkerReport, ...]:
-    return tuple(bind(WorkerReport, value) for value in values)
-
-
-def check_started(reports: Sequence[WorkerReport]) -> None:
-    """Check that no worker has failed.
-
-    Raises:
-        WorkerLost: One has; the message is its own reason.
-    """
-    for report in reports:
-        if report.num_failures:
-            raise WorkerLost(report.worker_id, report.last_failure)

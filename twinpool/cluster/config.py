@@ -142,3 +142,17 @@ class WorkerConfig(ModelConfig):
     supervisor_pid: int | None = None  # while this process lives, the worker ends with its parent
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentSpec:
+    """One running deployment, as the processes between a server and its workers are told of it."""
+
+    name: str  # unlike that of any other
+    config: DeploymentConfig
+    worker: WorkerConfig  # of every worker, but for its id, role and generation
+
+    @property
+    def is_local(self) -> bool:
+        """Whether Ray is started for this deployment, on this machine."""
+        return self.config.ray_address is None

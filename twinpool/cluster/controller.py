@@ -11,11 +11,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import ray
 
-from twinpool.cluster.config import DeploymentConfig, WorkerConfig
+from twinpool.cluster.config import DeploymentSpec
 from twinpool.cluster.pools import Pools, WorkerReport
 from twinpool.cluster.ray_machines import RayMachines
 from twinpool.core.clock import SystemClock
@@ -23,26 +22,15 @@ from twinpool.core.ports import Role
 
 NAMESPACE = "twinpool"
 _TICK_S = 0.25
+_OWNER_TIMEOUT_S = 8.0  # without a call of the owner for so long everything ends
 
 _log = logging.getLogger("twinpool.controller")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControllerSpec:
-    """What a controller needs to know."""
-
-    name: str  # of the deployment
-    config: DeploymentConfig
-    worker: WorkerConfig  # of every worker, but for its id, role and generation
-    worker_command: tuple[str, ...] | None = None  # the program of a worker; None: the worker itself
-    is_local: bool  # Ray was started for this deployment, on this machine
-    owner_timeout_s: float = 8.0  # without a call of the owner for so long everything ends
 
 
 class Controller:
     """One deployment's pools on Ray; all methods are called through Ray."""
 
-    def __init__(self, spec: ControllerSpec) -> None:
+    def __init__(self, spec: DeploymentSpec) -> None:
         self._spec = spec
         self._clock = SystemClock()
         self._heard_s = self._clock.now_s()
@@ -86,7 +74,7 @@ class Controller:
             await asyncio.to_thread(self._tick, pools)
             if not self._wanted and pools.is_empty:
                 self._is_empty = True
-            if self._clock.now_s() - self._heard_s > self._spec.owner_timeout_s:
+            if self._clock.now_s() - self._heard_s > _OWNER_TIMEOUT_S:
                 _log.error("the owner of %s is gone", self._spec.name)
                 await asyncio.to_thread(machines.close)
                 ray.kill(ray.get_runtime_context().current_actor)

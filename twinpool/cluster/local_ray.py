@@ -48,6 +48,7 @@ _SYSTEM_CONFIG = {
 }
 _DAEMONS = frozenset({"gcs_server", "raylet"})
 _TRY_AGAIN_AFTER_S = 2.0
+_KILL_LIMIT_S = 10.0  # a process that the kernel does not let go is left to it
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -90,7 +91,7 @@ def start_local_ray(
             kill_descendants()
             if time.monotonic() + _TRY_AGAIN_AFTER_S > end_s:
                 raise ConfigError("--ray-address", f"Ray cannot be started here: {error}") from error
-            progress(f"Ray did not start ({_first_line(error)}), trying again")
+            progress(f"Ray did not start ({first_line(error)}), trying again")
             time.sleep(_TRY_AGAIN_AFTER_S)
 
 
@@ -151,11 +152,9 @@ def reap_orphans(*, but: int) -> None:
                 os.waitpid(process.pid, os.WNOHANG)
 
 
-def kill_descendants(
-    *, only: Callable[[psutil.Process], bool] = lambda process: True, timeout_s: float = 10.0
-) -> None:
+def kill_descendants(*, only: Callable[[psutil.Process], bool] = lambda process: True) -> None:
     """Kill every process that descends from this one, new ones too, until there is none."""
-    end_s = time.monotonic() + timeout_s
+    end_s = time.monotonic() + _KILL_LIMIT_S
     while time.monotonic() < end_s:
         living = [process for process in psutil.Process().children(recursive=True) if only(process)]
         if not living:
@@ -185,10 +184,11 @@ def has_daemons() -> bool:
     return names >= _DAEMONS
 
 
+def first_line(error: BaseException) -> str:
+    """Return what an error of Ray says before its many lines of traces."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def _parent_folder() -> Path:
     folder = Path(tempfile.gettempdir())
     return folder if len(str(folder)) + len(_PREFIX) + 8 <= _MAX_FOLDER_CHARS else Path("/tmp")
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

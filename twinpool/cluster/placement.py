@@ -20,14 +20,14 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class Machine:
     """One machine of the cluster."""
 
     total: Mapping[str, float]
     available: Mapping[str, float]
 
 
-def place(needs: Sequence[Need], nodes: Sequence[Node]) -> tuple[tuple[Need, ...], dict[str, str]]:
+def place(needs: Sequence[Need], machines: Sequence[Machine]) -> tuple[tuple[Need, ...], dict[str, str]]:
     """Split ``needs`` into those that fit now, first come first served, and the reasons of the others.
 
     Each worker goes on the first machine with room, so a cluster may hold one more with a cleverer
@@ -36,12 +36,12 @@ def place(needs: Sequence[Need], nodes: Sequence[Node]) -> tuple[tuple[Need, ...
     Returns:
         The needs that fit together, and why each other one does not, by worker id.
     """
-    rooms = [dict(node.available) for node in nodes]
+    rooms = [dict(machine.available) for machine in machines]
     fitting, reasons = [], {}
     for need in needs:
         room = next((room for room in rooms if _missing(need, room) is None), None)
         if room is None:
-            reasons[need.worker_id] = _reason(need, nodes)
+            reasons[need.worker_id] = _reason(need, machines)
             continue
         for name, amount in need.resources.items():
             room[name] = room.get(name, 0.0) - amount
@@ -56,19 +56,19 @@ def _missing(need: Need, room: Mapping[str, float]) -> str | None:
     return None
 
 
-def _reason(need: Need, nodes: Sequence[Node]) -> str:
-    if not nodes:
+def _reason(need: Need, machines: Sequence[Machine]) -> str:
+    if not machines:
         return f"{need.worker_id} cannot be placed: the cluster has no machine"
     for name, amount in need.resources.items():
         word = _WORDS.get(name, name)
-        in_cluster = sum(node.total.get(name, 0.0) for node in nodes)
-        largest = max(node.total.get(name, 0.0) for node in nodes)
-        free = sum(node.available.get(name, 0.0) for node in nodes)
+        in_cluster = sum(machine.total.get(name, 0.0) for machine in machines)
+        largest = max(machine.total.get(name, 0.0) for machine in machines)
+        free = sum(machine.available.get(name, 0.0) for machine in machines)
         if amount > in_cluster:
             return f"{need.worker_id} needs {amount:g} {word}, the cluster has {in_cluster:g}"
         if amount > largest:
             return f"{need.worker_id} needs {amount:g} {word} on one machine, the largest has {largest:g}"
-        if all(amount > node.available.get(name, 0.0) + 1e-9 for node in nodes):
+        if all(amount > machine.available.get(name, 0.0) + 1e-9 for machine in machines):
             return (
                 f"{need.worker_id} needs {amount:g} {word}, {free:g} of the cluster's {in_cluster:g} are free"
             )

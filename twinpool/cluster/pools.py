@@ -82,6 +82,9 @@ class Backoff:
         return float(min(self.max_s, self.first_s * 2.0 ** min(num_failures - 2, 30)))
 
 
+_BACKOFF = Backoff()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReport:
     """One worker as `twinpool status` shows it."""
@@ -105,8 +108,8 @@ class Pools:
         machines: Starts and stops them.
         clock: For backoff.
         first_generation: Larger than any generation an earlier controller gave.
-        backoff: How failing workers wait.
         start_timeout_s: A life that does not reach the router in time is stopped and counts as failed.
+        backoff: How failing workers wait.
     """
 
     def __init__(
@@ -115,15 +118,15 @@ class Pools:
         machines: Machines,
         clock: Clock,
         *,
-        first_generation: int = 1,
-        backoff: Backoff | None = None,
-        start_timeout_s: float = 600.0,
+        first_generation: int,
+        start_timeout_s: float,
+        backoff: Backoff = _BACKOFF,
     ) -> None:
         self._wanted = dict(wanted)
         self._machines = machines
         self._clock = clock
         self._next_generation = first_generation
-        self._backoff = backoff or Backoff()
+        self._backoff = backoff
         self._start_timeout_s = start_timeout_s
         self._slots: dict[str, _Slot] = {}
 
@@ -209,22 +212,14 @@ class Pools:
                 slot.life, slot.started_s = life, now_s
 
     def _report(self, slot: _Slot) -> WorkerReport:
-        if slot.life is None:
-            return WorkerReport(
-                worker_id=slot.worker_id,
-                role=slot.role,
-                state="waiting",
-                generation=None,
-                detail=slot.detail,
-                num_failures=slot.num_failures,
-                last_failure=slot.last_failure,
-            )
-        state = self._machines.state(slot.life)
+        life = slot.life
+        state = LifeState(detail=slot.detail) if life is None else self._machines.state(life)
+        phase = "stopping" if slot.stopping else state.phase.value
         return WorkerReport(
             worker_id=slot.worker_id,
             role=slot.role,
-            state="stopping" if slot.stopping else state.phase.value,
-            generation=slot.life.generation,
+            state="waiting" if life is None else phase,
+            generation=None if life is None else life.generation,
             detail=state.detail,
             num_failures=slot.num_failures,
             last_failure=slot.last_failure,

@@ -19,13 +19,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from twinpool.cluster.config import DeploymentConfig, WorkerConfig
-from twinpool.cluster.local_ray import start_local_ray
+from twinpool.cluster.config import DeploymentSpec
+from twinpool.cluster.local_ray import first_line, start_local_ray
 from twinpool.cluster.pools import WorkerReport
 from twinpool.core.config import bind, unbind
 from twinpool.core.errors import ConfigError, ServingError
@@ -42,11 +42,8 @@ _SLOTS = 1024  # of a Ray of our own: more workers than a machine holds; the cor
 class DriverSpec:
     """What a driver is told at its start."""
 
-    name: str  # of the deployment, unlike any other
-    config: DeploymentConfig
-    worker: WorkerConfig  # of every worker, but for its id, role and generation
+    deployment: DeploymentSpec
     folder: Path  # of a Ray that is started here
-    worker_command: tuple[str, ...] | None = None  # the program of a worker; null: the worker itself
 
 
 def main() -> None:
@@ -54,16 +51,22 @@ def main() -> None:
     events = _take_stdout()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     spec = bind(DriverSpec, json.loads(sys.stdin.readline()))
-    sys.exit(_Driver(spec, events, _follow_stdin()).run())
+    sys.exit(_Driver(spec.deployment, spec.folder, events, _follow_stdin()).run())
 
 
 class _Driver:
-    def __init__(self, spec: DriverSpec, events: _Events, ops: queue.SimpleQueue[Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        spec: DeploymentSpec,
+        folder: Path,
+        events: _Events,
+        ops: queue.SimpleQueue[Mapping[str, Any]],
+    ) -> None:
         self._spec = spec
+        self._folder = folder
         self._events = events
         self._ops = ops
         self._wanted = {role: pool.workers for role, pool in spec.config.pools.by_role().items()}
-        self._is_local = spec.config.ray_address is None
         self._drain_s: float | None = None  # set once the end has come; None: at once
 
     def run(self) -> int:
@@ -80,7 +83,7 @@ class _Driver:
         return 0
 
     def _start_ray(self) -> None:
-        if self._is_local:
+        if self._spec.is_local:
             self._events.put("progress", text="starting Ray on this machine")
             # In this thread, since Ray's daemons die with the thread that started them.
             self._start_local()
@@ -90,7 +93,7 @@ class _Driver:
 
     def _start_local(self) -> None:
         start_local_ray(
-            self._spec.folder,
+            self._folder,
             num_cpus=_SLOTS,
             timeout_s=self._spec.config.timeouts.ray_start_s,
             progress=lambda text: self._events.put("progress", text=text),
@@ -103,20 +106,13 @@ class _Driver:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=40)
         except Exception as error:  # Ray raises bare exceptions for all that can go wrong here
-            raise ConfigError("--ray-address", f"{address} does not answer: {_first_line(error)}") from error
+            raise ConfigError("--ray-address", f"{address} does not answer: {first_line(error)}") from error
 
     def _make_controller(self) -> Any:
         import ray
 
-        from twinpool.cluster.controller import NAMESPACE, Controller, ControllerSpec
+        from twinpool.cluster.controller import NAMESPACE, Controller
 
-        spec = ControllerSpec(
-            name=self._spec.name,
-            config=self._spec.config,
-            worker=self._spec.worker,
-            worker_command=self._spec.worker_command,
-            is_local=self._is_local,
-        )
         actor_class: Any = ray.remote(Controller)
         return actor_class.options(
             name=self._spec.name,
@@ -125,7 +121,7 @@ class _Driver:
             num_cpus=0,
             max_restarts=-1,
             max_concurrency=100,
-        ).remote(spec)
+        ).remote(self._spec)
 
     def _follow(self, controller: Any) -> None:
         """Keep the controller informed and the server too, until the server wants the end."""
@@ -138,7 +134,7 @@ class _Driver:
                 reports = ray.get(controller.sync.remote(self._wanted), timeout=_SYNC_TIMEOUT_S)
             except ray.exceptions.RayError as error:
                 if not is_away:
-                    self._events.put("away", text=_first_line(error))
+                    self._events.put("away", text=first_line(error))
                 is_away = True
             else:
                 if is_away or reports != told:
@@ -167,17 +163,16 @@ class _Driver:
         import ray
 
         assert self._drain_s is not None
-        if self._drain_s > 0 or not self._is_local:
+        limit_s = self._drain_s + _FINISH_MARGIN_S
+        if self._drain_s > 0 or not self._spec.is_local:
             with contextlib.suppress(ray.exceptions.RayError):
                 finishing = controller.finish.remote()
-                self._while_listening(
-                    lambda: ray.get(finishing, timeout=(self._drain_s or 0.0) + _FINISH_MARGIN_S), "stopping"
-                )
+                self._while_listening(lambda: ray.get(finishing, timeout=limit_s))
             with contextlib.suppress(ray.exceptions.RayError, ValueError):
                 ray.kill(controller, no_restart=True)
         ray.shutdown()
 
-    def _while_listening(self, work: Any, what: str) -> None:
+    def _while_listening(self, work: Callable[[], object]) -> None:
         """Run ``work`` in a thread; a server that goes, or asks again to stop, ends the wait.
 
         Raises:
@@ -192,7 +187,7 @@ class _Driver:
             except BaseException as error:  # noqa: BLE001 - handed to the waiting thread as it is
                 result.put(error)
 
-        threading.Thread(target=run, daemon=True, name=what).start()
+        threading.Thread(target=run, daemon=True, name="finishing").start()
         while True:
             with contextlib.suppress(queue.Empty):
                 error = result.get(timeout=0.05)
@@ -239,10 +234,6 @@ def _follow_stdin() -> queue.SimpleQueue[Mapping[str, Any]]:
 
     threading.Thread(target=follow, daemon=True, name="stdin").start()
     return ops
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 if __name__ == "__main__":

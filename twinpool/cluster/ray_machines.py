@@ -15,7 +15,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import ray.exceptions
@@ -24,12 +24,11 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from twinpool.cluster.actors import WorkerActor
-from twinpool.cluster.placement import Need, Node, place
+from twinpool.cluster.config import DeploymentSpec
+from twinpool.cluster.local_ray import first_line
+from twinpool.cluster.placement import Machine, Need, place
 from twinpool.cluster.pools import Life, LifeState, Phase
 from twinpool.core.ports import Role
-
-if TYPE_CHECKING:
-    from twinpool.cluster.controller import ControllerSpec
 
 _GROUP_WAIT_S = 10.0
 _KILL_WAIT_S = 2.0
@@ -46,7 +45,7 @@ class RayMachines:
         loop: The event loop that hears the actors.
     """
 
-    def __init__(self, spec: ControllerSpec, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, spec: DeploymentSpec, loop: asyncio.AbstractEventLoop) -> None:
         self._spec = spec
         self._loop = loop
         self._states: dict[Life, LifeState] = {}
@@ -65,7 +64,7 @@ class RayMachines:
             Need(worker_id=life.worker_id, resources=self._spec.config.resources(life.role))
             for life in homeless
         ]
-        fitting, why_not = place(needs, _nodes()) if needs else ((), {})
+        fitting, why_not = place(needs, _machines()) if needs else ((), {})
         placed = {need.worker_id for need in fitting}
         for role in Role:
             pool = [life for life in homeless if life.role is role and life.worker_id in placed]
@@ -137,7 +136,6 @@ class RayMachines:
         ).remote(
             replace(self._spec.worker, worker_id=life.worker_id, role=life.role, generation=life.generation),
             self._spec.is_local,
-            self._spec.worker_command,
         )
         self._states[life] = LifeState(detail="waits for its actor")
         self._actors[life] = actor
@@ -154,7 +152,7 @@ class RayMachines:
                     self._states[life] = seen
         except ray.exceptions.RayError as error:
             known = seen or LifeState()
-            seen = replace(known, phase=Phase.ENDED, detail=f"Ray lost its actor: {_first_line(error)}")
+            seen = replace(known, phase=Phase.ENDED, detail=f"Ray lost its actor: {first_line(error)}")
         _log.info("%s, generation %d, ended: %s", life.worker_id, life.generation, seen.detail)
         # The actor goes before the life is called over, so that its resources are free for the next one.
         del self._actors[life]
@@ -195,10 +193,10 @@ class _Bundle:
     index: int
 
 
-def _nodes() -> list[Node]:
+def _machines() -> list[Machine]:
     available = available_resources_per_node()  # type: ignore[no-untyped-call]
     return [
-        Node(total=node["Resources"], available=available.get(node["NodeID"], {}))
+        Machine(total=node["Resources"], available=available.get(node["NodeID"], {}))
         for node in ray.nodes()  # type: ignore[no-untyped-call]
         if node["Alive"]
     ]
@@ -207,7 +205,3 @@ def _nodes() -> list[Node]:
 def _kill(actor: Any) -> None:
     with contextlib.suppress(ray.exceptions.RayError, ValueError):
         ray.kill(actor, no_restart=True)
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -16,7 +16,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,18 +28,19 @@ from router.http.server import HTTPServer
 from router.router import Router
 from router.workers import WorkerPool
 from twinpool.checkpoints.resolve import resolve_model, served_name
-from twinpool.cluster.agent import AgentSpec
-from twinpool.cluster.agent_process import AgentProcess, check_started
-from twinpool.cluster.config import DeploymentConfig, PoolsConfig, WorkerConfig
+from twinpool.cluster.agent_process import AgentProcess
+from twinpool.cluster.config import DeploymentConfig, DeploymentSpec, PoolsConfig, WorkerConfig
+from twinpool.cluster.pools import WorkerReport
 from twinpool.core.clock import SystemClock
 from twinpool.core.config import unbind
-from twinpool.core.errors import ConfigError, InvalidRequest, ModelError, NoWorkers, Unavailable
+from twinpool.core.errors import ConfigError, InvalidRequest, ModelError, NoWorkers, Unavailable, WorkerLost
 from twinpool.core.ports import Role
 from twinpool.rpc.registry import RegistryConfig, RegistryServer
 from twinpool.text.chat import ChatTemplate
 from twinpool.text.tokenizer import Tokenizer
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_ANY = ("0.0.0.0", "::")  # can be listened on, and not be reached
 _CUT_S = 1.0  # for connections that are still open once the time to drain is over
 _STILL_WAITING_S = 10.0
 
@@ -132,16 +133,8 @@ class _Server:
         if self._config.without_ray:
             yield None
             return
-        agent = AgentProcess(
-            AgentSpec(
-                name=f"twinpool-{secrets.token_hex(4)}",
-                config=self._config,
-                worker=worker_config(
-                    self._config, folder=self._folder, name=self._model.name, join=join_address
-                ),
-            ),
-            say=self._say,
-        )
+        spec = deployment_spec(self._config, folder=self._folder, name=self._model.name, join=join_address)
+        agent = AgentProcess(spec, say=self._say)
         await agent.start()
         try:
             yield agent
@@ -174,8 +167,9 @@ class _Server:
             reports = agent.reports or ()
             if agent.failure is not None:
                 raise Unavailable(agent.failure)
-            check_started(reports)
             for report in reports:
+                if report.num_failures:
+                    raise WorkerLost(report.worker_id, report.last_failure)
                 text = f"{report.state} {report.detail}".strip()
                 if told.get(report.worker_id) != text and report.detail:
                     self._say(f"{report.worker_id}: {report.detail}")
@@ -203,9 +197,9 @@ class _Server:
         while not await pool.wait_ready(timeout_s=60.0):
             self._say("waiting for workers")
 
-    async def _unless_stopped(self, work: object) -> None:
+    async def _unless_stopped(self, work: Coroutine[None, None, None]) -> None:
         """Run ``work`` to its end, or until somebody asks to stop."""
-        working = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        working = asyncio.create_task(work)
         stopping = asyncio.create_task(self._asked_to_stop.wait())
         try:
             await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -217,8 +211,23 @@ class _Server:
             await asyncio.gather(working, stopping, return_exceptions=True)
 
 
-def worker_config(config: DeploymentConfig, *, folder: Path, name: str, join: str) -> WorkerConfig:
-    """Return what every worker of a deployment is told, but for its id, role and generation."""
+def deployment_spec(config: DeploymentConfig, *, folder: Path, name: str, join: str) -> DeploymentSpec:
+    """Return what the processes of a deployment are told; the API key stays here.
+
+    Args:
+        config: The deployment.
+        folder: Of the model.
+        name: What clients call the model.
+        join: HOST:PORT of the router.
+    """
+    return DeploymentSpec(
+        name=f"twinpool-{secrets.token_hex(4)}",
+        config=replace(config, http=replace(config.http, api_key=None)),
+        worker=_worker_config(config, folder=folder, name=name, join=join),
+    )
+
+
+def _worker_config(config: DeploymentConfig, *, folder: Path, name: str, join: str) -> WorkerConfig:
     gpus = max((config.resources(role).get("GPU", 0.0) for role in Role), default=0.0)
     return WorkerConfig(
         worker_id="",
@@ -320,7 +329,7 @@ def check_reachable(config: DeploymentConfig) -> None:
     """
     if config.ray_address is None or config.ray_address.rpartition(":")[0].strip("[]") in _LOOPBACK:
         return
-    if config.join_host in _LOOPBACK:
+    if config.join_host in (*_LOOPBACK, *_ANY):
         raise ConfigError(
             "join_host", f"{config.join_host} is out of reach for workers of Ray at {config.ray_address}"
         )
@@ -331,12 +340,8 @@ def check_reachable(config: DeploymentConfig) -> None:
         )
 
 
-def _waiting_for(reports: object) -> str:
-    names = [
-        report.worker_id
-        for report in reports or ()  # type: ignore[attr-defined]
-        if report.state != "running"
-    ]
+def _waiting_for(reports: Sequence[WorkerReport]) -> str:
+    names = [report.worker_id for report in reports if report.state != "running"]
     return f"still waiting for {', '.join(names) or 'Ray'}"
 
 

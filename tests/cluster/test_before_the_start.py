@@ -1,0 +1,46 @@
+"""What `twinpool serve` checks before anything starts, and what it tells the processes that it starts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from router.http.config import HTTPConfig
+from twinpool.cluster.config import DeploymentConfig
+from twinpool.cluster.serve import check_reachable, deployment_spec
+from twinpool.core.config import unbind
+from twinpool.core.errors import ConfigError
+
+ELSEWHERE = DeploymentConfig(ray_address="10.0.0.1:6379", join_host="10.0.0.2")
+
+
+@pytest.mark.parametrize("join_host", ["127.0.0.1", "localhost", "::1", "0.0.0.0", "::"])
+def test_workers_elsewhere_need_an_address_that_they_reach(
+    join_host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+
+    check_reachable(ELSEWHERE)
+    with pytest.raises(ConfigError, match=f"join_host: {join_host} is out of reach for workers of Ray at 10"):
+        check_reachable(replace(ELSEWHERE, join_host=join_host))
+
+
+def test_ray_elsewhere_needs_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+
+    check_reachable(DeploymentConfig())
+    check_reachable(DeploymentConfig(ray_address="127.0.0.1:6379"))
+    with pytest.raises(ConfigError, match="ray_address: RAY_AUTH_MODE is not token"):
+        check_reachable(ELSEWHERE)
+
+
+def test_the_api_key_stays_in_the_server() -> None:
+    config = DeploymentConfig(http=HTTPConfig(api_key="geheim"))
+
+    spec = deployment_spec(config, folder=Path("/m"), name="toy", join="127.0.0.1:1")
+
+    assert "geheim" not in json.dumps(unbind(spec))
+    assert (spec.worker.model, spec.worker.model_name, spec.worker.num_neighbours) == ("/m", "toy", 1)
