@@ -111,6 +111,19 @@ def test_a_server_that_is_killed_takes_everything_with_it(model: Path) -> None:
         assert until(lambda: list(server.folder.iterdir()) == [], within_s=5.0)
 
 
+def test_a_server_whose_agent_dies_ends_and_says_so(model: Path) -> None:
+    with serving(model, "--colocated", "1") as server:
+        started = server.descendants()
+        (agent,) = [process for process in started if "twinpool.cluster.agent" in process.cmdline()]
+
+        agent.kill()
+
+        assert server.process.wait(PATIENCE_S) == 1
+        assert until(lambda: all_gone(started), within_s=20.0)
+        last = server.log.read_text().splitlines()[-1]
+        assert last == "twinpool: error: the agent ended with exit code -9"
+
+
 def test_workers_that_lose_ray_go_on_until_their_successors_join(model: Path) -> None:
     with serving(model, "--colocated", "1") as server:
         expected = server.answer()

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from twinpool.cluster.config import DeploymentSpec
 from twinpool.cluster.pools import WorkerReport
 from twinpool.core.config import bind, unbind
+from twinpool.core.errors import Unavailable
 from twinpool.core.ports import Role
 
 _LINE_BYTES = 2**22
@@ -49,6 +50,16 @@ class AgentProcess:
         )
         await self._send(unbind(self._spec))
         self._following = asyncio.create_task(self._follow())
+
+    async def ended(self) -> None:
+        """Wait for the agent's end, which nobody asked for.
+
+        Raises:
+            Unavailable: Always: the workers end with it.
+        """
+        assert self._following is not None, "not started"
+        await asyncio.shield(self._following)
+        raise Unavailable(self.failure or "the agent ended")
 
     async def scale(self, role: Role, workers: int) -> None:
         """Want so many workers of ``role`` from now on."""

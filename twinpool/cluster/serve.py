@@ -2,6 +2,7 @@
 
     resolve the model -> registry and router here -> agent (Ray, controller, workers) -> HTTP -> "ready"
     SIGTERM or Ctrl-C -> 503 for new requests, running ones end -> workers, Ray and agent end -> exit 0
+    agent gone        -> its workers end too; exit 1, and whoever watches over this process starts another
 
 This process has no Ray and no torch in it.
 """
@@ -94,7 +95,7 @@ class _Server:
                     await self._unless_stopped(self._pool_ready(pool))
                 if not self._asked_to_stop.is_set():
                     on_ready(url)
-                    await self._asked_to_stop.wait()
+                    await self._unless_stopped(self._never() if agent is None else agent.ended())
                 self._say("stopping: running requests may end")
                 await router.drain(timeout_s=self._config.http.stop_timeout_s)
         return 0
@@ -196,6 +197,9 @@ class _Server:
     async def _pool_ready(self, pool: WorkerPool) -> None:
         while not await pool.wait_ready(timeout_s=60.0):
             self._say("waiting for workers")
+
+    async def _never(self) -> None:
+        await asyncio.Event().wait()
 
     async def _unless_stopped(self, work: Coroutine[None, None, None]) -> None:
         """Run ``work`` to its end, or until somebody asks to stop."""
