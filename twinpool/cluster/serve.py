@@ -95,7 +95,7 @@ class _Server:
                     await self._unless_stopped(self._pool_ready(pool))
                 if not self._asked_to_stop.is_set():
                     on_ready(url)
-                    await self._unless_stopped(self._never() if agent is None else agent.ended())
+                    await self._unless_stopped(self._asked_to_stop.wait() if agent is None else agent.ended())
                 self._say("stopping: running requests may end")
                 await router.drain(timeout_s=self._config.http.stop_timeout_s)
         return 0
@@ -198,10 +198,7 @@ class _Server:
         while not await pool.wait_ready(timeout_s=60.0):
             self._say("waiting for workers")
 
-    async def _never(self) -> None:
-        await asyncio.Event().wait()
-
-    async def _unless_stopped(self, work: Coroutine[None, None, None]) -> None:
+    async def _unless_stopped(self, work: Coroutine[None, None, object]) -> None:
         """Run ``work`` to its end, or until somebody asks to stop."""
         working = asyncio.create_task(work)
         stopping = asyncio.create_task(self._asked_to_stop.wait())
