@@ -46,6 +46,8 @@ class Controller:
         self._wanted = dict(wanted)
         if self._running is None:
             self._running = asyncio.create_task(self._run())
+        elif self._running.done():
+            self._running.result()  # raises what ended it: the owner must not take old news for new
         return self._reports
 
     async def replace(self, worker_id: str) -> None:
@@ -55,7 +57,7 @@ class Controller:
     async def finish(self) -> None:
         """Drain every worker; returns when none runs."""
         self._wanted = {}
-        while self._running is not None and not self._is_empty:
+        while self._running is not None and not (self._is_empty or self._running.done()):
             self._heard_s = self._clock.now_s()
             await asyncio.sleep(_TICK_S / 4)
 
