@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -72,6 +73,18 @@ def test_the_reason_of_its_end_is_its_own(program: str, reason: str) -> None:
     assert state.phase is Phase.ENDED
     assert state.detail.startswith(reason)
     assert not state.is_drained
+
+
+def test_a_log_that_cannot_be_written_ends_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def write(self, text: str) -> None:
+            raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(sys, "stderr", Full())
+
+    state = follow("print('boom', file=sys.stderr, flush=True); say('joined'); sys.exit(7)")[-1]
+
+    assert (state.phase, state.detail) == (Phase.ENDED, "exit 7: boom")
 
 
 def test_a_program_that_does_not_exist_is_an_end_with_a_reason() -> None:

@@ -13,6 +13,7 @@ Knows nothing of Ray: an actor runs it on whatever machine the worker is placed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -123,7 +124,8 @@ class WorkerProcess:
     async def _follow_log(self, stderr: asyncio.StreamReader) -> None:
         async for line in _lines(stderr):
             self._last_line = line.strip() or self._last_line
-            sys.stderr.write(f"{self._config.worker_id}: {line}\n")
+            with contextlib.suppress(OSError):  # a full disk ends no worker
+                sys.stderr.write(f"{self._config.worker_id}: {line}\n")
 
     def _tell(self, **changes: object) -> None:
         self._state = replace(self._state, **changes)  # type: ignore[arg-type]
