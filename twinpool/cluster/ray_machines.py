@@ -76,10 +76,11 @@ class RayMachines:
 
     def stop(self, life: Life) -> None:
         """Drain and end a worker; see ``Machines.stop``."""
-        if life in self._stopping or life not in self._actors:
+        actor = self._actors.get(life)
+        if life in self._stopping or actor is None:
             return
         self._stopping.add(life)
-        self._spawn(self._stop(life))
+        self._spawn(self._stop(actor))
 
     def state(self, life: Life) -> LifeState:
         """Tell what was last heard of a life."""
@@ -156,11 +157,12 @@ class RayMachines:
         _log.info("%s, generation %d, ended: %s", life.worker_id, life.generation, seen.detail)
         # The actor goes before the life is called over, so that its resources are free for the next one.
         del self._actors[life]
+        self._stopping.discard(life)
         await self._kill(actor)
         self._states[life] = seen
 
-    async def _stop(self, life: Life) -> None:
-        actor, drain_s = self._actors[life], self._spec.config.timeouts.drain_s
+    async def _stop(self, actor: Any) -> None:
+        drain_s = self._spec.config.timeouts.drain_s
         try:
             await asyncio.wait_for(actor.stop.remote(drain_s), drain_s + _KILL_AFTER_S)
         except TimeoutError:
