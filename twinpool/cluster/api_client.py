@@ -15,7 +15,8 @@ from typing import Any
 
 from twinpool.core.errors import ConfigError, InvalidRequest, ServingError, Unavailable
 
-_TIMEOUT_S = 600.0
+_TIMEOUT_S = 600.0  # for an answer
+_LOOK_TIMEOUT_S = 30.0  # for what is only looked up
 
 
 @dataclass(slots=True)
@@ -38,12 +39,16 @@ class ApiClient:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or parts.hostname is None:
-            raise ConfigError("--url", f"{url} does not begin with http://HOST")
+        try:
+            parts = urllib.parse.urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = None
+        if host is None or parts.scheme not in ("http", "https"):
+            raise ConfigError("--url", f"{url} does not begin with http://HOST:PORT")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._is_tls = parts.scheme == "https"
-        self._host, self._port = parts.hostname, parts.port
+        self._host, self._port = host, port
         self._headers = {"content-type": "application/json"}
         if api_key is not None:
             self._headers["authorization"] = f"Bearer {api_key}"
@@ -76,7 +81,7 @@ class ApiClient:
         self, method: str, path: str, body: Mapping[str, Any] | None
     ) -> Iterator[http.client.HTTPResponse]:
         kind = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=_TIMEOUT_S)
+        connection = kind(self._host, self._port, timeout=_TIMEOUT_S if method == "POST" else _LOOK_TIMEOUT_S)
         try:
             data = None if body is None else json.dumps(body).encode()
             connection.request(method, path, data, self._headers)

@@ -1,0 +1,30 @@
+"""ApiClient: a server that does not answer is an error, and soon when nothing is generated."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from twinpool.cluster import api_client
+from twinpool.cluster.api_client import ApiClient
+from twinpool.core.errors import ConfigError, Unavailable
+
+
+def test_a_server_that_stands_still_is_not_waited_for_as_for_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(api_client, "_LOOK_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = ApiClient(f"http://127.0.0.1:{silent.getsockname()[1]}")
+
+        with pytest.raises(Unavailable, match="does not answer: timed out"):
+            client.get("/admin/workers")
+
+
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "ftp://host", "http://", "http://h:x", "http://h:99999", "http://[::1"]
+)
+def test_what_is_no_url_is_a_config_error(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"--url: .* does not begin with http://HOST:PORT"):
+        ApiClient(url)
