@@ -132,6 +132,16 @@ def test_what_cannot_work_is_one_line_with_its_field(
     assert message in error
 
 
+def test_a_log_level_that_does_not_exist_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TWINPOOL_LOG", "loud")
+
+    error = refusal(capsys, "serve")
+
+    assert error == "twinpool: error: TWINPOOL_LOG: loud is none of DEBUG, INFO, WARNING, ERROR\n"
+
+
 def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["serve", "--prefil", "2"])

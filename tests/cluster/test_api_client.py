@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 import pytest
 
@@ -20,6 +21,21 @@ def test_a_server_that_stands_still_is_not_waited_for_as_for_an_answer(
 
         with pytest.raises(Unavailable, match="does not answer: timed out"):
             client.get("/admin/workers")
+
+
+def test_a_server_of_another_kind_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n<html>")
+
+        threading.Thread(target=answer, daemon=True).start()
+
+        with pytest.raises(Unavailable, match="does not answer as twinpool does"):
+            ApiClient(f"http://127.0.0.1:{other.getsockname()[1]}").get("/admin/workers")
 
 
 @pytest.mark.parametrize(

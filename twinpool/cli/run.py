@@ -18,6 +18,7 @@ from twinpool.cluster.config import DeploymentConfig, PoolsConfig, WorkerConfig
 from twinpool.core.config import bind, load_yaml, merge, to_yaml, unbind
 from twinpool.core.errors import ConfigError
 
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _SPLIT, _COLOCATED = ("prefill", "decode"), "colocated"
 
 
@@ -128,8 +129,11 @@ def _pools(*sources: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _log_to_stderr() -> None:
+    level = os.environ.get("TWINPOOL_LOG", "INFO")
+    if level not in _LOG_LEVELS:
+        raise ConfigError("TWINPOOL_LOG", f"{level} is none of {', '.join(_LOG_LEVELS)}")
     logging.basicConfig(
-        level=os.environ.get("TWINPOOL_LOG", "INFO"),
+        level=level,
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )

@@ -91,6 +91,8 @@ class ApiClient:
             yield reply
         except (OSError, http.client.HTTPException) as error:
             raise Unavailable(f"{self.url} does not answer: {error or type(error).__name__}") from error
+        except ValueError as error:
+            raise Unavailable(f"{self.url} does not answer as twinpool does: {error}") from error
         finally:
             connection.close()
 
