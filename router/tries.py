@@ -60,6 +60,8 @@ class Tries:
             for handle in claim.asked:
                 self._refusals[handle.worker_id] = _Mark(handle, handle.num_changes)
             return
+        if _gave_way(error, claim):  # once per life, and nobody's failure
+            return
         self.num_failed += 1
         if self.num_failed >= self._max_attempts:
             raise error
@@ -97,6 +99,14 @@ class Tries:
 def is_refusal(error: ServingError, claim: Claim) -> bool:
     """Return whether a worker only had no room, so that nothing was lost but time."""
     return isinstance(error, REFUSALS) and not claim.has_answered
+
+
+def _gave_way(error: ServingError, claim: Claim) -> bool:
+    """Return whether the worker that was lost has a successor that took its place while it worked."""
+    workers = (handle for handle in (claim.prefill, claim.decode) if handle is not None)
+    return isinstance(error, WorkerLost) and any(
+        handle.worker_id == error.worker_id and handle.has_successor for handle in workers
+    )
 
 
 def suspects(error: ServingError, claim: Claim) -> tuple[WorkerHandle, ...]:

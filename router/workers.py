@@ -84,6 +84,7 @@ class WorkerHandle:
         self._guards: set[Guard] = set()
         self._failure: WorkerLost | None = None
         self._is_gone = False
+        self.has_successor = False  # it gave way to a later life of the same worker
 
     @property
     def worker_id(self) -> str:
@@ -128,6 +129,11 @@ class WorkerHandle:
         """Fail everything that waits on this worker, for good."""
         self._is_gone = True
         self.freeze(reason)
+
+    def give_way(self) -> None:
+        """As ``lose``, to a later life of the same worker; nobody failed."""
+        self.has_successor = True
+        self.lose("a later life of it joined")
 
     def take(self, *, num_tokens: int) -> None:
         """Write down that a request of ``num_tokens`` is about to take room here."""
@@ -219,7 +225,8 @@ class WorkerPool:
                 check_fit(other.info, info)
         ports = self._connect(info)
         if old is not None:
-            self._lose(old, "a later life of it joined")
+            old.give_way()
+            self._let_go(old, "gives way to a later life of it")
         self._handles[info.worker_id] = WorkerHandle(
             info,
             ports,
@@ -246,7 +253,9 @@ class WorkerPool:
         handle = self._current(worker_id, generation)
         if handle is not None:
             del self._handles[worker_id]
-            self._lose(handle, reason)
+            what = "left" if handle.state is WorkerState.DRAINING else f"is lost: {reason}"
+            handle.lose(reason)
+            self._let_go(handle, what)
 
     # Asked by the router.
 
@@ -371,10 +380,9 @@ class WorkerPool:
         handle = self._handles.get(worker_id)
         return handle if handle is not None and handle.info.generation == generation else None
 
-    def _lose(self, handle: WorkerHandle, reason: str) -> None:
-        handle.lose(reason)
+    def _let_go(self, handle: WorkerHandle, what: str) -> None:
         self._disconnecting.start(handle.ports.connection.close())
-        self._note(handle.info, f"is lost: {reason}")
+        self._note(handle.info, what)
 
     def _note(self, info: WorkerInfo, what: str) -> None:
         self._log.info("worker %s (%s) %s", info.worker_id, info.role, what)

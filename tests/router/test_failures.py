@@ -170,6 +170,28 @@ def test_the_only_decode_worker_dies_and_its_successor_goes_on() -> None:
     asyncio.run(main())
 
 
+def test_workers_that_give_way_to_successors_cost_no_attempts() -> None:
+    """A Ray that is started again replaces every worker: more of them than an answer has attempts."""
+
+    async def main() -> None:
+        async with running(disaggregated(fast_config(max_attempts=1))) as world:
+            long = request(PROMPT, max_tokens=40)
+            world.workers["decode-0"].hooks["token"] = lambda: asyncio.sleep(0.01)
+            asking = asyncio.create_task(world.ask(long))
+            for generation in range(2, 6):
+                await asyncio.sleep(0.03)
+                for role in (Role.PREFILL, Role.DECODE):
+                    earlier = world.workers[f"{role}-0"]
+                    successor = world.join(role, generation=generation)
+                    earlier.is_dead = True  # it ends when it hears of its successor
+                    successor.hooks["token"] = lambda: asyncio.sleep(0.01)
+            assert await asking == answer(long)
+            assert 'twinpool_retries_total{reason="WorkerLost"}' in world.router.metrics.render().decode()
+            world.assert_at_rest()
+
+    asyncio.run(main())
+
+
 def test_without_a_successor_in_time_the_client_is_told() -> None:
     async def main() -> None:
         async with running(disaggregated(fast_config(queue_timeout_s=0.1))) as world:
