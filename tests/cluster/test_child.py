@@ -63,6 +63,7 @@ def test_the_child_gets_its_settings() -> None:
             "killed by SIGKILL, by hand or because",
         ),
         ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
+        ("print('nothing to do')", "exit 0: nothing to do"),
         ("print('{not json'); print('[]'); sys.exit(1)", "exit 1"),
         ("sys.stderr.write('x' * 200_000 + chr(10)); sys.exit(1)", "exit 1"),
     ],

@@ -149,22 +149,11 @@ def test_a_long_healthy_life_ends_the_row_of_failures() -> None:
 def test_one_that_somebody_else_drains_is_replaced_at_once_and_counts_no_failure() -> None:
     pools, machines, _ = started(0, 1)
     for generation in (8, 9, 10):
-        machines.all_join()
-        pools.tick()
-        machines.drain(machines.by_id("decode-0"))
+        machines.drain(machines.by_id("decode-0"))  # sooner than a tick could see that it had joined
         pools.tick()
 
         assert machines.by_id("decode-0").generation == generation
     assert report_of(pools, "decode-0").num_failures == 0
-
-
-def test_one_that_ends_well_before_it_joined_has_failed() -> None:
-    pools, machines, _ = started(0, 1)
-
-    machines.drain(machines.by_id("decode-0"))
-    pools.tick()
-
-    assert report_of(pools, "decode-0").num_failures == 1
 
 
 def test_a_long_healthy_life_that_is_replaced_ends_the_row_of_failures_too() -> None:

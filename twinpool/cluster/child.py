@@ -81,8 +81,9 @@ class WorkerProcess:
             code = await process.wait()
         finally:
             process.stdin.close()
-        reason = self._failure or _reason(code, self._last_line)
-        self._tell(phase=Phase.ENDED, detail=reason, is_drained=code == 0)
+        is_drained = code == 0 and self._state.phase is Phase.RUNNING
+        reason = self._failure or ("drained" if is_drained else _reason(code, self._last_line))
+        self._tell(phase=Phase.ENDED, detail=reason, is_drained=is_drained)
 
     async def next_state(self, seen: LifeState | None) -> LifeState:
         """Return what is known, as soon as it differs from ``seen``."""
@@ -158,8 +159,6 @@ async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
 
 def _reason(code: int, last_line: str) -> str:
     """Say why a process that did not tell itself ended."""
-    if code == 0:
-        return "drained"
     if code == -signal.SIGKILL:
         return "killed by SIGKILL, by hand or because the machine is out of memory"
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit {code}"

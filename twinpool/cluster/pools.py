@@ -42,7 +42,7 @@ class LifeState:
 
     phase: Phase = Phase.STARTING
     detail: str = ""  # what it does while it starts; why it ended
-    is_drained: bool = False  # it ended as one that was asked to, by whomever
+    is_drained: bool = False  # it had joined, and ended as one that was asked to, by whomever
     pid: int | None = None
     host: str = ""
 
@@ -185,8 +185,7 @@ class Pools:
         joined_s = slot.running_since_s
         if joined_s is not None and now_s - joined_s >= self._backoff.healthy_s:
             slot.failures_in_row = 0
-        was_drained = slot.stopping or (state.is_drained and joined_s is not None)
-        if slot.late or not was_drained:
+        if slot.late or not (slot.stopping or state.is_drained):
             slot.failures_in_row += 1
             slot.num_failures += 1
             slot.not_before_s = now_s + self._backoff.delay_s(slot.failures_in_row)
