@@ -108,7 +108,11 @@ def test_naming_one_kind_of_pool_means_none_of_the_other(
         ),
         (["serve", "--set", "engine"], "--set: 'engine' is not PATH=VALUE"),
         (["serve", "--config", "/none.yaml"], "/none.yaml: cannot be read"),
-        (["serve", "--colocated", "1", "--prefill", "1"], "pools: 1 colocated workers beside 2 others"),
+        (
+            ["serve", "--colocated", "1", "--prefill", "1"],
+            "pools: 1 colocated workers beside 1 prefill",
+        ),
+        (["serve", "--kv-memory", "banana"], "kv_memory: 'banana' is no size such as 512MiB"),
         (["serve", "--prefill", "0"], "pools: 0 prefill, 1 decode and no colocated workers cannot answer"),
         (["serve", "--port", "70000"], "http.port: 70000 is not in [0, 65535]"),
         (["serve", "--placement", "pack"], "placement: is none of PACK, SPREAD"),

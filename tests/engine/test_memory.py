@@ -7,7 +7,8 @@ import pytest
 
 from tests.toys import layout
 from twinpool.core.errors import ConfigError
-from twinpool.engine.memory import default_budget_bytes, num_blocks_for, parse_bytes
+from twinpool.core.units import parse_bytes
+from twinpool.engine.memory import default_budget_bytes, num_blocks_for
 
 
 @pytest.mark.parametrize(

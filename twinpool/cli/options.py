@@ -61,7 +61,7 @@ def add_client(command: argparse.ArgumentParser) -> None:
 def add_sampling(command: argparse.ArgumentParser) -> None:
     """Add the options of commands that generate."""
     command.add_argument("--max-tokens", type=int, default=256, help="of the answer (default: %(default)s)")
-    command.add_argument("--temperature", type=float, default=None, help="0 is greedy (default: 1)")
+    command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
     command.add_argument("--top-p", type=float, default=None)
     command.add_argument("--seed", type=int, default=None)
     command.add_argument(

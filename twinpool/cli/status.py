@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -53,18 +54,18 @@ def _table(
 ) -> Table:
     books = {audit["id"]: audit for audit in audits}
     failures = {worker["worker_id"]: worker["num_failures"] for worker in wanted}
-    table = Table("worker", "role", "state", "host", "pid", "running", "queued", "blocks free", "failures")
+    names = ("worker", "role", "state", "pid", "running", "queued", "blocks free", "failures", "host")
+    rows = []
     for worker in workers:
         blocks = books.get(worker["id"], {}).get("blocks")
-        table.add_row(
-            worker["id"],
-            worker["role"],
-            worker["state"],
-            worker["host"],
-            str(worker["pid"]),
-            str(worker["running"]),
-            str(worker["queued"]),
-            f"{blocks['free'] + blocks['cached']}/{blocks['total']}" if blocks else "?",
-            str(failures.get(worker["id"], 0)),
-        )
+        told = (worker[name] for name in ("id", "role", "state", "pid", "running", "queued"))
+        free = f"{blocks['free'] + blocks['cached']}/{blocks['total']}" if blocks else "?"
+        rows.append([*map(str, told), free, str(failures.get(worker["id"], 0)), worker["host"]])
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name, *cells in zip(names, *rows, strict=True):
+        # Where it is narrow the host is cut: it alone is needed by no other command.
+        width = 0 if name == "host" else max(map(len, (name, *cells)))
+        table.add_column(name, no_wrap=True, min_width=width)
+    for row in rows:
+        table.add_row(*row)
     return table

@@ -15,6 +15,7 @@ from router.config import RouterConfig
 from router.http.config import HTTPConfig
 from twinpool.core.errors import ConfigError
 from twinpool.core.ports import Role
+from twinpool.core.units import parse_bytes
 from twinpool.engine.config import EngineConfig
 
 
@@ -46,7 +47,11 @@ class PoolsConfig:
     def __post_init__(self) -> None:
         split = self.prefill.workers + self.decode.workers
         if self.colocated.workers and split:
-            raise ConfigError("pools", f"{self.colocated.workers} colocated workers beside {split} others")
+            raise ConfigError(
+                "pools",
+                f"{self.colocated.workers} colocated workers beside {self.prefill.workers} prefill and "
+                f"{self.decode.workers} decode ones: a deployment is either colocated or split",
+            )
         if not self.colocated.workers and not (self.prefill.workers and self.decode.workers):
             raise ConfigError(
                 "pools",
@@ -94,6 +99,8 @@ class ModelConfig:
     threads: int = 0  # per worker, on cpu; 0: the machine's cores shared among its workers
 
     def __post_init__(self) -> None:
+        if self.kv_memory is not None:
+            parse_bytes(self.kv_memory, field="kv_memory")
         if self.threads < 0:
             raise ConfigError("threads", f"{self.threads} is less than 0")
         if self.device.split(":")[0] not in ("cpu", "cuda"):

@@ -293,7 +293,8 @@ class RayDeployment:
         for role, workers in wanted.items():
             if (workers > 0) != (self._wanted[role] > 0):
                 there = self._wanted[role]
-                raise InvalidRequest(role.value, f"{workers} workers cannot follow {there}")
+                can_not = "a pool cannot be emptied" if there else "this deployment has no such pool"
+                raise InvalidRequest(role.value, f"{workers} workers cannot follow {there}: {can_not}")
         for role, workers in wanted.items():
             self._wanted[role] = workers
             await self._agent.scale(role, workers)

@@ -35,11 +35,12 @@ from twinpool.cluster.config import WorkerConfig
 from twinpool.core.clock import Clock, SystemClock
 from twinpool.core.errors import ServingError
 from twinpool.core.ports import WorkerInfo, WorkerLoad
+from twinpool.core.units import parse_bytes
 from twinpool.engine.engine import Engine, EngineLimits
 from twinpool.engine.kv_cache import KVCache
 from twinpool.engine.load import LoadedModel, load_model
 from twinpool.engine.loop import EngineLoop
-from twinpool.engine.memory import default_budget_bytes, num_blocks_for, parse_bytes
+from twinpool.engine.memory import default_budget_bytes, num_blocks_for
 from twinpool.engine.runner import TorchRunner
 from twinpool.engine.worker import WorkerService
 from twinpool.rpc.join import join

@@ -1,0 +1,39 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from twinpool.core.errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+def parse_bytes(text: str, *, field: str = "--kv-memory") -> int:
+    """Read a size as in ``512MiB``, ``2GB``, ``1.5GiB`` or ``1048576``.
+
+    Args:
+        text: A number and a unit; upper and lower case mean the same.
+        field: What the error blames.
+
+    Raises:
+        ConfigError: It is no size, or less than a byte.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text, flags=re.ASCII)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigError(field, f"{text!r} is no size such as 512MiB, 2GB or 1.5GiB")
+    size = int(float(match[1]) * _UNITS[match[2].lower()])
+    if size < 1:
+        raise ConfigError(field, f"{text!r} is less than one byte")
+    return size
