@@ -73,6 +73,12 @@ def asking(caller: Caller, *, every_s: float) -> Iterator[list[Call]]:
     assert calls and not wrong, f"{len(wrong)} of {len(calls)}: {wrong[:3]}"
 
 
+def failures(caller: Caller, worker_id: str) -> tuple[int, str]:
+    """Return how often a worker failed in a row, and how the last time."""
+    wanted = {each["worker_id"]: each for each in caller.client.get("/admin/deployment")["workers"]}
+    return wanted[worker_id]["num_failures"], wanted[worker_id]["last_failure"]
+
+
 def test_room_comes_back_from_a_crowd_that_left_without_any_traffic(caller: Caller) -> None:
     calls = [caller.call(ask) for ask in ENDLESS]
     assert until(lambda: caller.metric("twinpool_queued_requests") > 0, within_s=20.0), "there was no crowd"
@@ -113,7 +119,7 @@ def test_no_token_is_lost_while_workers_are_asked_to_end(caller: Caller) -> None
     for worker_id in ("decode-0", "prefill-1"):
         calls = [caller.call(ask) for ask in STORIES]
         assert until(lambda: all(call.ids for call in calls), within_s=30.0)  # noqa: B023
-        victim = caller.workers()[worker_id]
+        victim, failed = caller.workers()[worker_id], failures(caller, worker_id)
 
         os.kill(victim["pid"], signal.SIGTERM)
 
@@ -121,12 +127,7 @@ def test_no_token_is_lost_while_workers_are_asked_to_end(caller: Caller) -> None
         assert all(caller.is_right(call.join()) for call in (*calls, *late))
         assert until(lambda: not psutil.pid_exists(victim["pid"]), within_s=PATIENCE_S)  # noqa: B023
         assert until(lambda: has_successor(caller, victim), within_s=PATIENCE_S)  # noqa: B023
-        (report,) = [
-            each
-            for each in caller.client.get("/admin/deployment")["workers"]
-            if each["worker_id"] == worker_id
-        ]
-        assert (report["num_failures"], report["last_failure"]) == (0, "")
+        assert failures(caller, worker_id) == failed, "to end when asked is no failure"
     assert until(caller.is_clean, within_s=LEASE_S + 2.0), caller.audit()
 
 
