@@ -82,14 +82,26 @@ def test_a_slow_network_changes_nothing_but_the_time() -> None:
     asyncio.run(scenario())
 
 
+async def cut_transfer(prefill: Worker, decode: Worker, proxy: CutProxy, cut_after_bytes: int) -> KVTicket:
+    """Cut a transfer's connection, and check that it fails; return its ticket.
+
+    Between two transfers HTTP/2 may still have a word of its own to say.  If the cut meets that, the
+    connection is simply made anew, and the transfer does not notice.
+    """
+    for _ in range(5):
+        ticket = expect(decode, blocks=BLOCKS, num_tokens=TOKENS)
+        proxy.cut_after_bytes = cut_after_bytes
+        if not await is_sent(prefill, through(proxy, ticket)):
+            return ticket
+        decode.receiver.cancel(ticket.transfer_id)
+    raise AssertionError(f"no transfer was cut after {cut_after_bytes} bytes")
+
+
 def test_a_connection_cut_anywhere_is_an_error_on_both_sides_and_the_next_transfer_works() -> None:
     async def scenario() -> None:
         async with proxied(CONFIG) as (prefill, decode, proxy):
             for cut_after_bytes in (1, 24, 100, 300, 1000, 5000, 9000, 20000):
-                ticket = expect(decode, blocks=BLOCKS, num_tokens=TOKENS)
-                proxy.cut_after_bytes = cut_after_bytes
-                with pytest.raises(TransferError):
-                    await send_all(prefill, through(proxy, ticket))
+                ticket = await cut_transfer(prefill, decode, proxy, cut_after_bytes)
                 if decode.receiver.report(ticket.transfer_id).num_frames:
                     with pytest.raises(TransferError):
                         await decode.receiver.wait(ticket.transfer_id, ticket.epoch)
