@@ -75,6 +75,21 @@ Pick = Callable[[Sequence[WorkerView]], WorkerView]
 """Chooses one of several workers of one kind, never of none."""
 
 
+class Turns:
+    """Remembers who was picked how long ago, so that workers that are otherwise equal take turns."""
+
+    def __init__(self) -> None:
+        self._picks = 0
+        self._picked: dict[str, int] = {}  # worker id -> number of its last pick
+
+    def pick(self, workers: Sequence[WorkerView], *, key: Callable[[WorkerView], float]) -> WorkerView:
+        """Return the worker with the smallest ``key``; of several, the one picked longest ago."""
+        chosen = min(workers, key=lambda worker: (key(worker), self._picked.get(worker.worker_id, 0)))
+        self._picks += 1
+        self._picked[chosen.worker_id] = self._picks
+        return chosen
+
+
 def place(request: Request, snapshot: Snapshot, *, pick: Pick) -> Placement | None:
     """Return a placement that keeps prefill and decode apart where it can, with ``pick`` for each kind."""
     prefill = [worker for worker in snapshot.prefill if worker.has_room(request)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.policy import Placement, RoutingPolicy, Snapshot, WorkerView, place
+from router.policy import Placement, RoutingPolicy, Snapshot, Turns, WorkerView, place
 from twinpool.core.request import Request
 
 STEPS = 8
@@ -19,20 +19,13 @@ class LeastLoaded:
     """Picks the least loaded worker."""
 
     def __init__(self) -> None:
-        self._picks = 0
-        self._picked: dict[str, int] = {}  # worker id -> number of its last pick
+        self._turns = Turns()
 
     def choose(self, request: Request, snapshot: Snapshot) -> Placement | None:
         return place(request, snapshot, pick=self._pick)
 
     def _pick(self, workers: Sequence[WorkerView]) -> WorkerView:
-        chosen = min(workers, key=self._rank)
-        self._picks += 1
-        self._picked[chosen.worker_id] = self._picks
-        return chosen
-
-    def _rank(self, worker: WorkerView) -> tuple[float, int]:
-        return (_load(worker), self._picked.get(worker.worker_id, 0))
+        return self._turns.pick(workers, key=_load)
 
 
 def create() -> RoutingPolicy:

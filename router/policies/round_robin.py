@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.policy import Placement, RoutingPolicy, Snapshot, WorkerView, place
+from router.policy import Placement, RoutingPolicy, Snapshot, Turns, WorkerView, place
 from twinpool.core.request import Request
 
 
@@ -12,17 +12,13 @@ class RoundRobin:
     """Picks the worker that was picked longest ago."""
 
     def __init__(self) -> None:
-        self._picks = 0
-        self._picked: dict[str, int] = {}  # worker id -> number of its last pick
+        self._turns = Turns()
 
     def choose(self, request: Request, snapshot: Snapshot) -> Placement | None:
         return place(request, snapshot, pick=self._pick)
 
     def _pick(self, workers: Sequence[WorkerView]) -> WorkerView:
-        chosen = min(workers, key=lambda worker: self._picked.get(worker.worker_id, 0))
-        self._picks += 1
-        self._picked[chosen.worker_id] = self._picks
-        return chosen
+        return self._turns.pick(workers, key=lambda _: 0.0)
 
 
 def create() -> RoutingPolicy:
