@@ -237,8 +237,11 @@ class Router:
         if decode is None:
             return None
         claim.asked = (decode,)
+        assert claim.prefill is not None, "room is reserved for what another worker computes"
         with journey.timeline.span("reserve") as span, journey.guard(decode):
-            reserving = decode.ports.decode.reserve(journey.hand_over(request))
+            reserving = decode.ports.decode.reserve(
+                journey.hand_over(request), sender_id=claim.prefill.worker_id
+            )
             claim.reserving = asyncio.ensure_future(reserving)
             ticket = await asyncio.shield(claim.reserving)
         # The worker's clock starts somewhere between the question and the answer.

@@ -110,7 +110,7 @@ def _describe(handle: WorkerHandle) -> dict[str, object]:
         "address": info.address,
         "generation": info.generation,
         "model": info.model,
-        "transports": [endpoint.transport for endpoint in info.endpoints],
+        "transports": [endpoint.transport for endpoint in info.ranks[0]],
         "running": 0 if load is None else load.running,
         "queued": 0 if load is None else load.queued,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from twinpool.core.layout import KVLayout
 from twinpool.core.request import Request, TokenOutput
@@ -35,7 +35,7 @@ class WorkerInfo:
     layout: KVLayout
     num_blocks: int
     max_model_tokens: int  # the model's context, prompt and answer together
-    endpoints: tuple[Endpoint, ...]  # of its KV transports, best first
+    ranks: tuple[tuple[Endpoint, ...], ...]  # the KV transports of each rank, best first
 
     @property
     def max_request_tokens(self) -> int:
@@ -99,8 +99,12 @@ class PrefillPort(Protocol):
 class DecodePort(Protocol):
     """Holds KV and generates tokens."""
 
-    async def reserve(self, request: Request) -> KVTicket:
+    async def reserve(self, request: Request, *, sender_id: str) -> KVTicket:
         """Set room aside for the KV of ``request``, all of it or none.
+
+        Args:
+            request: Whose prompt is computed elsewhere.
+            sender_id: The worker that computes it; only that one may send.
 
         Raises:
             NoFreeBlocks: Nothing was taken.
@@ -138,21 +142,60 @@ class WorkerPort(Protocol):
     async def audit(self) -> WorkerAudit: ...
 
 
-class KVStore(Protocol):
-    """Bytes of KV by token position, as transfers need them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVRange:
+    """Some tokens of some heads of one layer of one sequence."""
 
-    A part of one layer is ``[2, num_tokens, num_kv_heads, head_dim]`` elements of the layout's
-    dtype, keys before values, contiguous: independent of the block size on either side.
+    layer: int
+    blocks: Sequence[int]  # of the sequence, in token order
+    first_token: int
+    num_tokens: int
+    heads: range  # by their number in the model
+
+
+class KVPayload(Protocol):
+    """Bytes of KV that travel, wherever they are."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def views(self) -> tuple[memoryview, ...]:
+        """Return the bytes as buffers in host memory, in order."""
+        ...
+
+    def tensor(self) -> Any | None:
+        """Return the bytes as one uint8 tensor on their device; None if they are in host memory."""
+        ...
+
+    def checksum(self, identity: bytes) -> int:
+        """Return 64 bits over ``identity`` and the bytes: XXH3 in host memory, `device_checksum` elsewhere."""
+        ...
+
+
+class KVStore(Protocol):
+    """KV of one rank by token position, as transfers need it.
+
+    What travels is ``[2, num_tokens, len(heads), head_dim]`` elements of one layer, keys before values,
+    contiguous, in a wire format (``layout.WIRE_FORMATS``): independent of block sizes and ranks on either
+    side.  The store converts between its own dtype and the wire format.
     """
 
     layout: KVLayout
+    heads: range  # kept here, by their number in the model
 
-    def read(self, *, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int) -> memoryview:
-        """Copy tokens ``first_token`` and on of the sequence stored in ``blocks`` into one buffer."""
+    def payload(self, part: KVRange, *, wire: str, on_device: bool = False) -> KVPayload:
+        """Return the bytes of ``part``.
+
+        They may be views of the store: valid as long as nobody writes those tokens, which is as long as the
+        transfer lasts.
+
+        Args:
+            part: Whose heads are all kept here.
+            wire: Format of the bytes.
+            on_device: Leave the bytes on the store's device, for a transport that moves tensors.
+        """
         ...
 
-    def write(
-        self, payload: memoryview, *, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int
-    ) -> None:
-        """Copy ``payload`` into ``blocks``; exactly ``num_tokens`` tokens of one layer."""
+    def write(self, payload: KVPayload, part: KVRange, *, wire: str) -> None:
+        """Copy ``payload``, exactly the bytes of ``part``, into the store."""
         ...

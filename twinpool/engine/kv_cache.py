@@ -1,27 +1,32 @@
-"""The paged KV cache of one worker, and its bytes as transfers see them.
+"""The paged KV cache of one rank, and its bytes as transfers see them.
 
 Knows blocks and slots, not who owns them: ownership is the block pool's.
 
-Shapes: N blocks, C tokens per block, S = N x C slots, T tokens, K KV heads, D head dim.
+Shapes: N blocks, C tokens per block, S = N x C slots, T tokens, K KV heads of this rank, D head dim.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from twinpool.core.layout import KVLayout
+from twinpool.core.layout import KVLayout, wire_bytes
+from twinpool.core.payload import HostPayload
+from twinpool.core.ports import KVPayload, KVRange
+from twinpool.engine.device_payload import DevicePayload
+from twinpool.engine.wire_format import decode, encode
 
 
 class KVCache:
     """Keys and values of all layers; implements ``KVStore``.
 
-    The engine's thread stores into the blocks of sequences it runs; ``read`` and ``write`` may be called from
+    The engine's thread stores into the blocks of sequences it runs; ``payload`` and ``write`` may be called from
     another thread meanwhile, for blocks whose tokens the engine neither stores nor reads at that time.
     On a GPU all of them use the device's default stream, which puts them in order.
 
@@ -29,17 +34,25 @@ class KVCache:
         layout: Shape and type of one token's KV.
         num_blocks: How many blocks there are.
         device: A torch device, as in ``cpu`` or ``cuda:0``.
+        rank: Which of the layout's heads are kept here.
+
+    Attributes:
+        heads: Those heads, by their number in the model.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: str) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, device: str, *, rank: int = 0) -> None:
         self.layout = layout
+        self.heads = layout.rank_heads(rank)
         self.num_blocks = num_blocks
         self._device = torch.device(device)
-        shape = (2, num_blocks * layout.block_tokens, layout.num_kv_heads, layout.head_dim)
-        dtype: torch.dtype = getattr(torch, layout.dtype)
-        self._layers = [_zeros(shape, dtype, self._device) for _ in range(layout.num_layers)]
+        self._is_cpu = self._device.type == "cpu"
+        self._dtype: torch.dtype = getattr(torch, layout.dtype)
+        shape = (2, num_blocks * layout.block_tokens, len(self.heads), layout.head_dim)
+        self._layers = [_zeros(shape, self._dtype, self._device) for _ in range(layout.num_layers)]
         self._slots = [(layer[0], layer[1]) for layer in self._layers]
-        self._token_bytes = layout.layer_token_bytes // 2
+        self._bytes: list[npt.NDArray[np.uint8]] = []  # [2, S, K, bytes of D], of a cache on a CPU
+        if self._is_cpu:
+            self._bytes = [layer.view(torch.uint8).numpy() for layer in self._layers]
 
     def slots(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of one layer as slots, [S, K, D] each; views, not copies."""
@@ -51,87 +64,115 @@ class KVCache:
         keys.index_copy_(0, slots_T, k_TKD)
         values.index_copy_(0, slots_T, v_TKD)
 
-    def read(self, *, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int) -> memoryview:
-        """Copy tokens ``first_token`` and on of the sequence stored in ``blocks`` into one buffer.
+    def payload(self, part: KVRange, *, wire: str, on_device: bool = False) -> KVPayload:
+        """Return the bytes of ``part``; see ``KVStore.payload``.
 
-        Returns:
-            Bytes of ``[2, num_tokens, K, D]`` elements, keys before values; the caller's own.
+        On a CPU, whole tokens in the cache's own dtype are views of the cache: nothing is copied.
         """
-        self._check(layer, blocks, first_token, num_tokens)
-        runs = self._runs(blocks, first_token, num_tokens)
-        if self._device.type == "cpu":
-            out = np.empty((2, num_tokens, self._token_bytes), dtype=np.uint8)
-            source = self._bytes(layer)
-            for start, end, slot in runs:
-                out[:, start:end] = source[:, slot : slot + end - start]
-            return out.data.cast("B")
-        values = self._layers[layer].index_select(1, self._device_slots(runs, num_tokens))
-        pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        pinned.copy_(values)
-        return pinned.view(torch.uint8).numpy().data.cast("B")
+        self._check(part)
+        runs = self._runs(part)
+        if self._is_own(wire) and self._is_cpu and part.heads == self.heads:
+            views = [
+                self._bytes[part.layer][side, slot : slot + end - start]
+                for side in (0, 1)
+                for start, end, slot in runs
+            ]
+            return HostPayload(memoryview(view).cast("B") for view in views)
+        heads = self._own_heads(part)
+        values = self._layers[part.layer][:, :, heads].index_select(1, self._device_slots(runs, part))
+        data = encode(values, wire)
+        if self._is_cpu:
+            return HostPayload([data.numpy().data])
+        if on_device:
+            return DevicePayload(data)
+        pinned = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
+        pinned.copy_(data)
+        return HostPayload([pinned.numpy().data])
 
-    def write(
-        self, payload: memoryview, *, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int
-    ) -> None:
-        """Copy ``payload``, exactly ``num_tokens`` tokens of one layer as ``read`` gives them."""
-        self._check(layer, blocks, first_token, num_tokens)
-        needed = num_tokens * self.layout.layer_token_bytes
-        assert payload.nbytes == needed, (
-            f"{payload.nbytes} bytes for {num_tokens} tokens, needed are {needed}"
-        )
-        source = np.frombuffer(payload, dtype=np.uint8).reshape(2, num_tokens, self._token_bytes)
-        runs = self._runs(blocks, first_token, num_tokens)
-        if self._device.type == "cpu":
-            target = self._bytes(layer)
+    def write(self, payload: KVPayload, part: KVRange, *, wire: str) -> None:
+        """Copy ``payload`` into the cache; see ``KVStore.write``."""
+        self._check(part)
+        num_heads, head_dim = len(part.heads), self.layout.head_dim
+        needed = wire_bytes(wire, num_tokens=part.num_tokens, num_heads=num_heads, head_dim=head_dim)
+        assert payload.nbytes == needed, f"{payload.nbytes} bytes came, needed are {needed}"
+        runs = self._runs(part)
+        heads = self._own_heads(part)
+        if self._is_cpu and self._is_own(wire):
+            source = np.frombuffer(_joined(payload), np.uint8).reshape(2, part.num_tokens, num_heads, -1)
+            target = self._bytes[part.layer]
             for start, end, slot in runs:
-                target[:, slot : slot + end - start] = source[:, start:end]
+                target[:, slot : slot + end - start, heads] = source[:, start:end]
             return
-        pinned = torch.empty(source.shape, dtype=torch.uint8, pin_memory=True)
-        np.copyto(pinned.numpy(), source)
-        kv = self._layers[layer]
-        values = pinned.to(self._device, non_blocking=True).view(kv.dtype)
-        kv.index_copy_(1, self._device_slots(runs, num_tokens), values.view(2, num_tokens, *kv.shape[2:]))
-
-    def _check(self, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int) -> None:
-        assert 0 <= layer < self.layout.num_layers, f"layer {layer} of {self.layout.num_layers}"
-        held = len(blocks) * self.layout.block_tokens
-        end = first_token + num_tokens
-        assert first_token >= 0 and num_tokens > 0 and end <= held, (
-            f"tokens {first_token} to {end} of blocks that hold {held}"
+        values = decode(
+            self._on_device(payload),
+            wire,
+            shape=(2, part.num_tokens, num_heads, head_dim),
+            dtype=self._dtype,
         )
-        assert min(blocks) >= 0 and max(blocks) < self.num_blocks, f"blocks {min(blocks)} to {max(blocks)}"
+        self._layers[part.layer][:, :, heads].index_copy_(1, self._device_slots(runs, part), values)
 
-    def _runs(self, blocks: Sequence[int], first_token: int, num_tokens: int) -> list[tuple[int, int, int]]:
+    def _is_own(self, wire: str) -> bool:
+        return wire == self.layout.dtype
+
+    def _own_heads(self, part: KVRange) -> slice:
+        return slice(part.heads.start - self.heads.start, part.heads.stop - self.heads.start)
+
+    def _on_device(self, payload: KVPayload) -> Tensor:
+        """Return the payload as bytes on the cache's device."""
+        tensor = payload.tensor()
+        if tensor is not None:
+            return cast(Tensor, tensor).to(self._device)
+        if self._is_cpu:
+            return torch.frombuffer(_joined(payload), dtype=torch.uint8)
+        pinned = torch.empty(payload.nbytes, dtype=torch.uint8, pin_memory=True)
+        start = 0
+        for view in payload.views():
+            pinned.numpy()[start : start + view.nbytes] = np.frombuffer(view, np.uint8)
+            start += view.nbytes
+        return pinned.to(self._device, non_blocking=True)
+
+    def _check(self, part: KVRange) -> None:
+        assert 0 <= part.layer < self.layout.num_layers, f"layer {part.layer} of {self.layout.num_layers}"
+        held = len(part.blocks) * self.layout.block_tokens
+        end = part.first_token + part.num_tokens
+        assert part.first_token >= 0 and part.num_tokens > 0 and end <= held, (
+            f"tokens {part.first_token} to {end} of blocks that hold {held}"
+        )
+        blocks = part.blocks
+        assert min(blocks) >= 0 and max(blocks) < self.num_blocks, f"blocks {min(blocks)} to {max(blocks)}"
+        assert part.heads and part.heads[0] in self.heads and part.heads[-1] in self.heads, (
+            f"heads {part.heads} of a rank that keeps {self.heads}"
+        )
+
+    def _runs(self, part: KVRange) -> list[tuple[int, int, int]]:
         """Cut the range into neighbours in the cache: (from, to) of the range, and the slot they begin at."""
         runs: list[tuple[int, int, int]] = []
-        for start, end, slot in self._block_parts(blocks, first_token, num_tokens):
+        for start, end, slot in self._block_parts(part):
             if runs and runs[-1][2] + runs[-1][1] - runs[-1][0] == slot:
                 runs[-1] = (runs[-1][0], end, runs[-1][2])
             else:
                 runs.append((start, end, slot))
         return runs
 
-    def _block_parts(
-        self, blocks: Sequence[int], first_token: int, num_tokens: int
-    ) -> Iterator[tuple[int, int, int]]:
+    def _block_parts(self, part: KVRange) -> Iterator[tuple[int, int, int]]:
         block_tokens = self.layout.block_tokens
         start = 0
-        while start < num_tokens:
-            index, offset = divmod(first_token + start, block_tokens)
-            end = min(num_tokens, start + block_tokens - offset)
-            yield start, end, blocks[index] * block_tokens + offset
+        while start < part.num_tokens:
+            index, offset = divmod(part.first_token + start, block_tokens)
+            end = min(part.num_tokens, start + block_tokens - offset)
+            yield start, end, part.blocks[index] * block_tokens + offset
             start = end
 
-    def _bytes(self, layer: int) -> npt.NDArray[np.uint8]:
-        """View one layer as bytes, [2, S, bytes of a token's keys]."""
-        flat: npt.NDArray[np.uint8] = self._layers[layer].flatten(2).view(torch.uint8).numpy()
-        return flat
-
-    def _device_slots(self, runs: Sequence[tuple[int, int, int]], num_tokens: int) -> Tensor:
-        slots = torch.empty(num_tokens, dtype=torch.int64)
+    def _device_slots(self, runs: Sequence[tuple[int, int, int]], part: KVRange) -> Tensor:
+        slots = torch.empty(part.num_tokens, dtype=torch.int64)
         for start, end, slot in runs:
             slots[start:end] = torch.arange(slot, slot + end - start)
         return slots.to(self._device)
+
+
+def _joined(payload: KVPayload) -> memoryview:
+    views = payload.views()
+    return views[0] if len(views) == 1 else memoryview(bytearray().join(views))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -30,9 +30,9 @@ def num_blocks_for(layout: KVLayout, budget_bytes: int, *, field: str = "--kv-me
     Raises:
         ConfigError: It does not pay for two, one to finish a sequence and one to begin the next.
     """
-    num_blocks = budget_bytes // layout.block_bytes
+    num_blocks = budget_bytes // layout.rank_block_bytes
     if num_blocks < 2:
         raise ConfigError(
-            field, f"{budget_bytes} bytes hold {num_blocks} blocks of {layout.block_bytes}, needed are 2"
+            field, f"{budget_bytes} bytes hold {num_blocks} blocks of {layout.rank_block_bytes}, needed are 2"
         )
     return num_blocks

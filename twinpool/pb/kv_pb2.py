@@ -24,17 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14twinpool/pb/kv.proto\x12\x0btwinpool.v1\"Z\n\nPushHeader\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12(\n\x06\x66rames\x18\x03 \x03(\x0b\x32\x18.twinpool.v1.FrameHeader\"n\n\x0b\x46rameHeader\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\x12\x15\n\rpayload_bytes\x18\x05 \x01(\r\"R\n\tPushReply\x12\x14\n\x0c\x63redit_bytes\x18\x01 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x02 \x01(\x08\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14twinpool/pb/kv.proto\x12\x0btwinpool.v1\"\xac\x01\n\x05Hello\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x11\n\tsender_id\x18\x03 \x01(\t\x12\x13\n\x0bsource_rank\x18\x04 \x01(\r\x12\x13\n\x0btarget_rank\x18\x05 \x01(\r\x12\x12\n\nfirst_head\x18\x06 \x01(\r\x12\x11\n\tnum_heads\x18\x07 \x01(\r\x12\x0c\n\x04wire\x18\x08 \x01(\t\x12\r\n\x05proof\x18\t \x01(\x0c\"6\n\nPushHeader\x12(\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x18.twinpool.v1.FrameHeader\"n\n\x0b\x46rameHeader\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\x12\x15\n\rpayload_bytes\x18\x05 \x01(\r\"R\n\tPushReply\x12\x14\n\x0c\x63redit_bytes\x18\x01 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x02 \x01(\x08\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'twinpool.pb.kv_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PUSHHEADER']._serialized_start=37
-  _globals['_PUSHHEADER']._serialized_end=127
-  _globals['_FRAMEHEADER']._serialized_start=129
-  _globals['_FRAMEHEADER']._serialized_end=239
-  _globals['_PUSHREPLY']._serialized_start=241
-  _globals['_PUSHREPLY']._serialized_end=323
+  _globals['_HELLO']._serialized_start=38
+  _globals['_HELLO']._serialized_end=210
+  _globals['_PUSHHEADER']._serialized_start=212
+  _globals['_PUSHHEADER']._serialized_end=266
+  _globals['_FRAMEHEADER']._serialized_start=268
+  _globals['_FRAMEHEADER']._serialized_end=378
+  _globals['_PUSHREPLY']._serialized_start=380
+  _globals['_PUSHREPLY']._serialized_end=462
 # @@protoc_insertion_point(module_scope)

@@ -112,58 +112,76 @@ class Endpoint(_message.Message):
     address: str
     def __init__(self, transport: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
 
+class RankEndpoints(_message.Message):
+    __slots__ = ("endpoints",)
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
+    def __init__(self, endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ...) -> None: ...
+
 class KVTicket(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "request_id", "worker_id", "endpoints", "num_tokens", "cached_tokens", "lease_s")
+    __slots__ = ("transfer_id", "epoch", "request_id", "worker_id", "sender_id", "ranks", "layout", "num_tokens", "cached_tokens", "lease_s", "expires_unix_s", "signature")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    SENDER_ID_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     epoch: int
     request_id: str
     worker_id: str
-    endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
+    sender_id: str
+    ranks: _containers.RepeatedCompositeFieldContainer[RankEndpoints]
+    layout: KVLayout
     num_tokens: int
     cached_tokens: int
     lease_s: float
-    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., request_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ..., num_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    expires_unix_s: float
+    signature: bytes
+    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., request_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., sender_id: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankEndpoints, _Mapping]]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., num_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., lease_s: _Optional[float] = ..., expires_unix_s: _Optional[float] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class TransferReport(_message.Message):
-    __slots__ = ("kv_bytes", "num_frames", "cached_tokens", "first_frame_s", "complete_s", "resumed_s")
+    __slots__ = ("kv_bytes", "num_frames", "cached_tokens", "first_frame_s", "complete_s", "resumed_s", "transport")
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_FRAME_S_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_S_FIELD_NUMBER: _ClassVar[int]
     RESUMED_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     kv_bytes: int
     num_frames: int
     cached_tokens: int
     first_frame_s: float
     complete_s: float
     resumed_s: float
-    def __init__(self, kv_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., first_frame_s: _Optional[float] = ..., complete_s: _Optional[float] = ..., resumed_s: _Optional[float] = ...) -> None: ...
+    transport: str
+    def __init__(self, kv_bytes: _Optional[int] = ..., num_frames: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., first_frame_s: _Optional[float] = ..., complete_s: _Optional[float] = ..., resumed_s: _Optional[float] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class KVLayout(_message.Message):
-    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "block_tokens", "dtype")
+    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "block_tokens", "dtype", "tp_size")
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
     num_layers: int
     num_kv_heads: int
     head_dim: int
     block_tokens: int
     dtype: str
-    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_tokens: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
+    tp_size: int
+    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., tp_size: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "role", "address", "pid", "host", "generation", "model", "fingerprint", "layout", "num_blocks", "max_model_tokens", "endpoints")
+    __slots__ = ("worker_id", "role", "address", "pid", "host", "generation", "model", "fingerprint", "layout", "num_blocks", "max_model_tokens", "ranks")
     class FingerprintEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -182,7 +200,7 @@ class WorkerInfo(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     address: str
@@ -194,8 +212,8 @@ class WorkerInfo(_message.Message):
     layout: KVLayout
     num_blocks: int
     max_model_tokens: int
-    endpoints: _containers.RepeatedCompositeFieldContainer[Endpoint]
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., generation: _Optional[int] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_model_tokens: _Optional[int] = ..., endpoints: _Optional[_Iterable[_Union[Endpoint, _Mapping]]] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[RankEndpoints]
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., generation: _Optional[int] = ..., model: _Optional[str] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., layout: _Optional[_Union[KVLayout, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_model_tokens: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankEndpoints, _Mapping]]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("running", "queued", "free_blocks", "draining", "stalled_s", "counters")

@@ -14,6 +14,14 @@ class PrefillRequest(_message.Message):
     ticket: _types_pb2.KVTicket
     def __init__(self, request: _Optional[_Union[_types_pb2.Request, _Mapping]] = ..., ticket: _Optional[_Union[_types_pb2.KVTicket, _Mapping]] = ...) -> None: ...
 
+class ReserveRequest(_message.Message):
+    __slots__ = ("request", "sender_id")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    SENDER_ID_FIELD_NUMBER: _ClassVar[int]
+    request: _types_pb2.Request
+    sender_id: str
+    def __init__(self, request: _Optional[_Union[_types_pb2.Request, _Mapping]] = ..., sender_id: _Optional[str] = ...) -> None: ...
+
 class ResumeRequest(_message.Message):
     __slots__ = ("ticket", "first")
     TICKET_FIELD_NUMBER: _ClassVar[int]

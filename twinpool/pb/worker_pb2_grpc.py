@@ -110,7 +110,7 @@ class DecodeStub(object):
         """
         self.Reserve = channel.unary_unary(
                 '/twinpool.v1.Decode/Reserve',
-                request_serializer=twinpool_dot_pb_dot_types__pb2.Request.SerializeToString,
+                request_serializer=twinpool_dot_pb_dot_worker__pb2.ReserveRequest.SerializeToString,
                 response_deserializer=twinpool_dot_pb_dot_types__pb2.KVTicket.FromString,
                 _registered_method=True)
         self.Resume = channel.unary_stream(
@@ -166,7 +166,7 @@ def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Reserve': grpc.unary_unary_rpc_method_handler(
                     servicer.Reserve,
-                    request_deserializer=twinpool_dot_pb_dot_types__pb2.Request.FromString,
+                    request_deserializer=twinpool_dot_pb_dot_worker__pb2.ReserveRequest.FromString,
                     response_serializer=twinpool_dot_pb_dot_types__pb2.KVTicket.SerializeToString,
             ),
             'Resume': grpc.unary_stream_rpc_method_handler(
@@ -210,7 +210,7 @@ class Decode(object):
             request,
             target,
             '/twinpool.v1.Decode/Reserve',
-            twinpool_dot_pb_dot_types__pb2.Request.SerializeToString,
+            twinpool_dot_pb_dot_worker__pb2.ReserveRequest.SerializeToString,
             twinpool_dot_pb_dot_types__pb2.KVTicket.FromString,
             options,
             channel_credentials,

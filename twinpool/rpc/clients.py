@@ -122,9 +122,9 @@ class DecodeClient:
         self._stub = worker_pb2_grpc.DecodeStub(channel.grpc)  # type: ignore[no-untyped-call]
         self._deadlines_s: dict[str, float] = {}  # of reserved requests, by transfer id, until the release
 
-    async def reserve(self, request: Request) -> KVTicket:
+    async def reserve(self, request: Request, *, sender_id: str) -> KVTicket:
         deadline_s = self._clock.now_s() + request.timeout_s
-        reserving = asyncio.ensure_future(self._reserve(request))
+        reserving = asyncio.ensure_future(self._reserve(request, sender_id))
         try:
             ticket = await asyncio.shield(reserving)
         except asyncio.CancelledError:
@@ -159,9 +159,10 @@ class DecodeClient:
             call = self._stub.Release(codec.ticket_to_pb(ticket), timeout=CONTROL_TIMEOUT_S)
             return codec.report_from_pb(_whole(await call))
 
-    async def _reserve(self, request: Request) -> KVTicket:
+    async def _reserve(self, request: Request, sender_id: str) -> KVTicket:
+        message = worker_pb2.ReserveRequest(request=codec.request_to_pb(request), sender_id=sender_id)
         with self._channel.errors():
-            call = self._stub.Reserve(codec.request_to_pb(request), timeout=_timeout_s(request.timeout_s))
+            call = self._stub.Reserve(message, timeout=_timeout_s(request.timeout_s))
             return codec.ticket_from_pb(_whole(await call))
 
     async def _give_back(self, reserving: asyncio.Future[KVTicket]) -> None:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from twinpool.core.errors import InvalidRequest
+from twinpool.core.errors import ConfigError, InvalidRequest
 from twinpool.core.layout import DTYPE_BYTES, KVLayout
 from twinpool.core.ports import BlockCounts, Role, WorkerAudit, WorkerInfo, WorkerLoad
 from twinpool.core.request import FinishReason, Request, SamplingParams, TokenLogprob, TokenOutput
@@ -22,7 +22,8 @@ MAX_INT = 2**31 - 1  # the largest token id, and the largest number of anything
 MAX_TEXT_CHARS = 512  # of a name, an address or an id
 MAX_LOGPROBS = 128  # alternatives per token
 MAX_LIST_ITEMS = 4096  # logit biases, stop tokens, counters: lists whose length a client can choose
-MAX_ENDPOINTS = 16
+MAX_ENDPOINTS = 16  # of one rank
+MAX_RANKS = 64  # of one worker
 
 _FINISH_TO_PB = {
     None: types_pb2.FINISH_REASON_UNSPECIFIED,
@@ -102,6 +103,15 @@ def output_from_pb(message: types_pb2.TokenOutput) -> TokenOutput:
     )
 
 
+def sender_from_pb(message: worker_pb2.ReserveRequest) -> str:
+    """Return the id of the worker that is to send the KV.
+
+    Raises:
+        InvalidRequest: It is missing or too long.
+    """
+    return _text("sender_id", message.sender_id)
+
+
 def ticket_to_pb(ticket: KVTicket) -> types_pb2.KVTicket:
     """Return the message of ``ticket``."""
     return types_pb2.KVTicket(
@@ -109,10 +119,14 @@ def ticket_to_pb(ticket: KVTicket) -> types_pb2.KVTicket:
         epoch=ticket.epoch,
         request_id=ticket.request_id,
         worker_id=ticket.worker_id,
-        endpoints=_endpoints_to_pb(ticket.endpoints),
+        sender_id=ticket.sender_id,
+        ranks=_ranks_to_pb(ticket.ranks),
+        layout=_layout_to_pb(ticket.layout),
         num_tokens=ticket.num_tokens,
         cached_tokens=ticket.cached_tokens,
         lease_s=ticket.lease_s,
+        expires_unix_s=ticket.expires_unix_s,
+        signature=ticket.signature,
     )
 
 
@@ -131,10 +145,14 @@ def ticket_from_pb(message: types_pb2.KVTicket) -> KVTicket:
         epoch=message.epoch,
         request_id=_text("request_id", message.request_id),
         worker_id=_text("worker_id", message.worker_id),
-        endpoints=_endpoints_from_pb(message.endpoints),
+        sender_id=_text("sender_id", message.sender_id),
+        ranks=_ranks_from_pb(message.ranks),
+        layout=_layout_from_pb(message.layout),
         num_tokens=num_tokens,
         cached_tokens=_integer("cached_tokens", message.cached_tokens, most=num_tokens),
         lease_s=_number("lease_s", message.lease_s, least=0.0),
+        expires_unix_s=_number("expires_unix_s", message.expires_unix_s, least=0.0),
+        signature=_signature(message.signature),
     )
 
 
@@ -147,6 +165,7 @@ def report_to_pb(report: TransferReport) -> types_pb2.TransferReport:
         first_frame_s=report.first_frame_s,
         complete_s=report.complete_s,
         resumed_s=report.resumed_s,
+        transport=report.transport,
     )
 
 
@@ -164,6 +183,7 @@ def report_from_pb(message: types_pb2.TransferReport) -> TransferReport:
         kv_bytes=message.kv_bytes,
         num_frames=message.num_frames,
         cached_tokens=_integer("cached_tokens", message.cached_tokens),
+        transport=_text("transport", message.transport, least=0),
         **times_s,
     )
 
@@ -179,16 +199,10 @@ def info_to_pb(info: WorkerInfo) -> types_pb2.WorkerInfo:
         generation=info.generation,
         model=info.model,
         fingerprint=info.fingerprint,
-        layout=types_pb2.KVLayout(
-            num_layers=info.layout.num_layers,
-            num_kv_heads=info.layout.num_kv_heads,
-            head_dim=info.layout.head_dim,
-            block_tokens=info.layout.block_tokens,
-            dtype=info.layout.dtype,
-        ),
+        layout=_layout_to_pb(info.layout),
         num_blocks=info.num_blocks,
         max_model_tokens=info.max_model_tokens,
-        endpoints=_endpoints_to_pb(info.endpoints),
+        ranks=_ranks_to_pb(info.ranks),
     )
 
 
@@ -214,7 +228,7 @@ def info_from_pb(message: types_pb2.WorkerInfo) -> WorkerInfo:
         layout=_layout_from_pb(message.layout),
         num_blocks=_integer("num_blocks", message.num_blocks, least=1),
         max_model_tokens=_integer("max_model_tokens", message.max_model_tokens, least=1),
-        endpoints=_endpoints_from_pb(message.endpoints),
+        ranks=_ranks_from_pb(message.ranks),
     )
 
 
@@ -375,20 +389,45 @@ def _logprob_from_pb(message: types_pb2.TokenLogprob) -> TokenLogprob:
     )
 
 
-def _layout_from_pb(message: types_pb2.KVLayout) -> KVLayout:
-    if message.dtype not in DTYPE_BYTES:
-        raise InvalidRequest("dtype", f"{message.dtype[:32]!r} is none of {', '.join(sorted(DTYPE_BYTES))}")
-    return KVLayout(
-        num_layers=_integer("num_layers", message.num_layers, least=1),
-        num_kv_heads=_integer("num_kv_heads", message.num_kv_heads, least=1),
-        head_dim=_integer("head_dim", message.head_dim, least=1),
-        block_tokens=_integer("block_tokens", message.block_tokens, least=1),
-        dtype=message.dtype,
+def _layout_to_pb(layout: KVLayout) -> types_pb2.KVLayout:
+    return types_pb2.KVLayout(
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        block_tokens=layout.block_tokens,
+        dtype=layout.dtype,
+        tp_size=layout.tp_size,
     )
 
 
-def _endpoints_to_pb(endpoints: Sequence[Endpoint]) -> list[types_pb2.Endpoint]:
-    return [types_pb2.Endpoint(transport=e.transport, address=e.address) for e in endpoints]
+def _layout_from_pb(message: types_pb2.KVLayout) -> KVLayout:
+    if message.dtype not in DTYPE_BYTES:
+        raise InvalidRequest("dtype", f"{message.dtype[:32]!r} is none of {', '.join(sorted(DTYPE_BYTES))}")
+    try:
+        return KVLayout(
+            num_layers=_integer("num_layers", message.num_layers, least=1),
+            num_kv_heads=_integer("num_kv_heads", message.num_kv_heads, least=1),
+            head_dim=_integer("head_dim", message.head_dim, least=1),
+            block_tokens=_integer("block_tokens", message.block_tokens, least=1),
+            dtype=message.dtype,
+            tp_size=_integer("tp_size", message.tp_size, least=1, most=MAX_RANKS),
+        )
+    except ConfigError as error:
+        raise InvalidRequest("tp_size", error.problem) from None
+
+
+def _ranks_to_pb(ranks: Sequence[Sequence[Endpoint]]) -> list[types_pb2.RankEndpoints]:
+    return [
+        types_pb2.RankEndpoints(
+            endpoints=[types_pb2.Endpoint(transport=e.transport, address=e.address) for e in endpoints]
+        )
+        for endpoints in ranks
+    ]
+
+
+def _ranks_from_pb(messages: Sequence[types_pb2.RankEndpoints]) -> tuple[tuple[Endpoint, ...], ...]:
+    _length("ranks", messages, most=MAX_RANKS)
+    return tuple(_endpoints_from_pb(message.endpoints) for message in messages)
 
 
 def _endpoints_from_pb(messages: Sequence[types_pb2.Endpoint]) -> tuple[Endpoint, ...]:
@@ -397,6 +436,12 @@ def _endpoints_from_pb(messages: Sequence[types_pb2.Endpoint]) -> tuple[Endpoint
         Endpoint(_text("transport", message.transport), _text("address", message.address))
         for message in messages
     )
+
+
+def _signature(value: bytes) -> bytes:
+    if len(value) not in (0, 32):
+        raise InvalidRequest("signature", f"{len(value)} bytes are not 32")
+    return value
 
 
 def _role(value: str) -> Role:

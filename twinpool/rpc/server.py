@@ -87,10 +87,11 @@ class _Decode(worker_pb2_grpc.DecodeServicer):
     def __init__(self, port: DecodePort) -> None:
         self._port = port
 
-    async def Reserve(self, message: types_pb2.Request, context: Context) -> types_pb2.KVTicket:
+    async def Reserve(self, message: worker_pb2.ReserveRequest, context: Context) -> types_pb2.KVTicket:
         async with one_call(context):
-            request = codec.request_from_pb(message, timeout_s=_time_left_s(context))
-            return codec.ticket_to_pb(await self._port.reserve(request))
+            request = codec.request_from_pb(message.request, timeout_s=_time_left_s(context))
+            sender_id = codec.sender_from_pb(message)
+            return codec.ticket_to_pb(await self._port.reserve(request, sender_id=sender_id))
 
     async def Resume(self, message: worker_pb2.ResumeRequest, context: Context) -> None:
         async with one_call(context):
