@@ -7,7 +7,13 @@ from twinpool.core.request import Request, SamplingParams
 
 
 def layout(
-    *, num_layers: int = 2, num_kv_heads: int = 2, head_dim: int = 4, block_tokens: int = 16
+    *,
+    num_layers: int = 2,
+    num_kv_heads: int = 2,
+    head_dim: int = 4,
+    block_tokens: int = 16,
+    dtype: str = "float32",
+    tp_size: int = 1,
 ) -> KVLayout:
     """A KV layout of 64 bytes per token and layer in fp32."""
     return KVLayout(
@@ -15,7 +21,8 @@ def layout(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         block_tokens=block_tokens,
-        dtype="float32",
+        dtype=dtype,
+        tp_size=tp_size,
     )
 
 

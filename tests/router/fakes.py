@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from twinpool.core.errors import NoFreeBlocks, TransferRefused, WorkerDraining, 
 from twinpool.core.layout import KVLayout
 from twinpool.core.ports import BlockCounts, Role, WorkerAudit, WorkerInfo, WorkerLoad
 from twinpool.core.request import FinishReason, Request, TokenLogprob, TokenOutput
-from twinpool.core.ticket import KVTicket, TransferReport
+from twinpool.core.ticket import Endpoint, KVTicket, TransferReport
 from twinpool.core.timeline import RequestTimeline
 
 Hook = Callable[[], Awaitable[None]]
@@ -108,7 +109,7 @@ class FakeWorker:
             await self._at("prefilled")
             return first
 
-    async def reserve(self, request: Request) -> KVTicket:
+    async def reserve(self, request: Request, *, sender_id: str) -> KVTicket:
         self.requests.append(request)
         await self._at("reserve")
         if self.is_draining:
@@ -119,10 +120,13 @@ class FakeWorker:
             epoch=self.info.generation,
             request_id=request.request_id,
             worker_id=self.info.worker_id,
-            endpoints=(),
+            sender_id=sender_id,
+            ranks=self.info.ranks,
+            layout=self.info.layout,
             num_tokens=request.num_tokens,
             cached_tokens=0,
             lease_s=30.0,
+            expires_unix_s=time.time() + request.timeout_s,
         )
         self.reservations[ticket.transfer_id] = Reservation(request, num_blocks)
         await self._at("reserved")
@@ -385,7 +389,10 @@ def worker_info(
         layout=kv or layout(),
         num_blocks=num_blocks,
         max_model_tokens=256,
-        endpoints=(),
+        ranks=tuple(
+            (Endpoint("shm", f"/{role.value}-{number}.{rank}"), Endpoint("grpc", f"fake:{number}.{rank}"))
+            for rank in range((kv or layout()).tp_size)
+        ),
     )
 
 

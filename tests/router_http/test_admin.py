@@ -23,7 +23,7 @@ def test_workers_are_listed(site: Site) -> None:
         "address": "127.0.0.1:1",
         "generation": 1,
         "model": MODEL,
-        "transports": ["loopback"],
+        "transports": ["shm", "grpc"],
         "running": 0,
         "queued": 0,
     }

@@ -106,7 +106,7 @@ class ScriptedWorker:
     def resume(self, ticket: KVTicket, first: TokenOutput) -> AsyncGenerator[TokenOutput, None]:
         raise AssertionError("a colocated worker resumes nothing")
 
-    async def reserve(self, request: Request) -> KVTicket:
+    async def reserve(self, request: Request, *, sender_id: str) -> KVTicket:
         raise AssertionError("a colocated worker is asked for no room")
 
     async def release(self, ticket: KVTicket) -> TransferReport:
@@ -280,7 +280,7 @@ def worker_info() -> WorkerInfo:
         layout=layout(),
         num_blocks=1000,
         max_model_tokens=MAX_MODEL_TOKENS,
-        endpoints=(Endpoint("loopback", "c0"),),
+        ranks=((Endpoint("shm", "/c0"), Endpoint("grpc", "127.0.0.1:2")),),
     )
 
 

@@ -35,6 +35,7 @@ class FakeWorker:
         self.log: list[str] = []
         self.requests: list[Request] = []
         self.tickets: list[KVTicket] = []
+        self.senders: list[str] = []
         self.load = WorkerLoad()
         self.outputs: tuple[TokenOutput, ...] = (
             *(TokenOutput(index=i, token_id=100 + i) for i in range(3)),
@@ -47,9 +48,10 @@ class FakeWorker:
             self.tickets.append(ticket)
         return self.outputs[0]
 
-    async def reserve(self, request: Request) -> KVTicket:
+    async def reserve(self, request: Request, *, sender_id: str) -> KVTicket:
         await self._begin("reserve", request)
-        return replace(TICKET, request_id=request.request_id)
+        self.senders.append(sender_id)
+        return replace(TICKET, request_id=request.request_id, sender_id=sender_id)
 
     def resume(self, ticket: KVTicket, first: TokenOutput) -> AsyncGenerator[TokenOutput, None]:
         self.tickets.append(ticket)
@@ -62,7 +64,7 @@ class FakeWorker:
     async def release(self, ticket: KVTicket) -> TransferReport:
         await self._begin("release", None)
         self.tickets.append(ticket)
-        return TransferReport(kv_bytes=5, complete_s=0.25)
+        return TransferReport(kv_bytes=5, complete_s=0.25, transport="grpc")
 
     async def status(self) -> WorkerLoad:
         return self.load

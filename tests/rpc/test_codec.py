@@ -68,6 +68,7 @@ REPORTS = st.builds(
     first_frame_s=st.none() | SECONDS,
     complete_s=st.none() | SECONDS,
     resumed_s=st.none() | SECONDS,
+    transport=st.sampled_from(["", "grpc", "shm+tcp"]),
 )
 
 
@@ -186,11 +187,14 @@ def test_a_bias_must_be_a_number() -> None:
         ("transfer_id", "../" + "a" * 29),
         ("request_id", ""),
         ("worker_id", ""),
+        ("sender_id", ""),
         ("num_tokens", 0),
         ("num_tokens", 2**31),
         ("cached_tokens", 70),
         ("lease_s", math.nan),
         ("lease_s", -1.0),
+        ("expires_unix_s", math.inf),
+        ("signature", b"\0" * 31),
     ],
 )
 def test_a_ticket_that_does_not_fit_is_refused_by_its_field(field: str, value: Any) -> None:
@@ -234,12 +238,33 @@ def test_an_info_that_does_not_fit_is_refused_by_its_field(field: str, value: An
     assert caught.value.param == field
 
 
-def test_a_layout_of_an_unknown_dtype_is_refused() -> None:
-    message = codec.info_to_pb(INFO)
-    message.layout.dtype = "int4"
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("dtype", "int4", "'int4' is none of bfloat16, float16, float32"),
+        ("num_kv_heads", 3, "2 ranks and 3 KV heads do not divide each other"),
+        ("tp_size", 0, r"0 is not in \[1, "),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_by_its_field(field: str, value: Any, problem: str) -> None:
+    info, ticket = codec.info_to_pb(INFO), codec.ticket_to_pb(TICKET)
+    for layout in (info.layout, ticket.layout):
+        setattr(layout, field, value)
 
-    with pytest.raises(InvalidRequest, match="dtype: 'int4' is none of bfloat16, float16, float32"):
-        codec.info_from_pb(message)
+    with pytest.raises(InvalidRequest, match=problem):
+        codec.info_from_pb(info)
+    with pytest.raises(InvalidRequest, match=problem):
+        codec.ticket_from_pb(ticket)
+
+
+def test_ranks_that_a_worker_can_lengthen_have_an_end() -> None:
+    info = codec.info_to_pb(INFO)
+    info.ranks.extend([info.ranks[0]] * codec.MAX_RANKS)
+
+    with pytest.raises(
+        InvalidRequest, match=f"ranks: {codec.MAX_RANKS + 2} entries are more than {codec.MAX_RANKS}"
+    ):
+        codec.info_from_pb(info)
 
 
 @settings(max_examples=300, deadline=None)

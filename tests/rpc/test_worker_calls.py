@@ -34,7 +34,7 @@ from twinpool.core.errors import (
 )
 from twinpool.core.request import TokenLogprob, TokenOutput
 from twinpool.core.ticket import TransferReport
-from twinpool.pb import types_pb2
+from twinpool.pb import types_pb2, worker_pb2
 from twinpool.rpc.clients import DecodeClient, WorkerChannel
 from twinpool.rpc.limits import KEEPALIVE_S
 from twinpool.rpc.server import WorkerServer
@@ -55,7 +55,7 @@ async def generate(s: Served, *, timeout_s: float = 30.0) -> list[TokenOutput]:
 
 
 async def resume(s: Served, *, timeout_s: float = 30.0) -> list[TokenOutput]:
-    ticket = await s.decode.reserve(request(timeout_s=timeout_s))
+    ticket = await s.decode.reserve(request(timeout_s=timeout_s), sender_id="prefill-0")
     async with aclosing(s.decode.resume(ticket, FIRST)) as outputs:
         return [output async for output in outputs]
 
@@ -66,14 +66,17 @@ def test_each_call_arrives_and_its_answer_comes_back() -> None:
             s.worker.load = LOAD
             assert await s.prefill.prefill(request(), TICKET) == s.worker.outputs[0]
             assert await s.prefill.prefill(request(max_tokens=1), None) == s.worker.outputs[0]
-            assert await s.decode.reserve(request()) == TICKET
+            assert await s.decode.reserve(request(), sender_id="prefill-0") == TICKET
             assert await resume(s) == list(s.worker.outputs[1:])
             assert await generate(s) == list(s.worker.outputs)
-            assert await s.decode.release(TICKET) == TransferReport(kv_bytes=5, complete_s=0.25)
+            assert await s.decode.release(TICKET) == TransferReport(
+                kv_bytes=5, complete_s=0.25, transport="grpc"
+            )
             assert await s.control.status() == LOAD
             assert await s.control.drain(timeout_s=2.5) is True
             assert await s.control.audit() == AUDIT
             assert s.worker.tickets == [TICKET] * 3
+            assert s.worker.senders == ["prefill-0"] * 2
             assert "drain 2.5" in s.worker.log
 
     asyncio.run(run())
@@ -95,7 +98,7 @@ def test_a_request_arrives_whole_with_the_time_it_has_left() -> None:
     "call",
     [
         lambda s: s.prefill.prefill(request(), TICKET),
-        lambda s: s.decode.reserve(request()),
+        lambda s: s.decode.reserve(request(), sender_id="prefill-0"),
         generate,
         lambda s: s.decode.release(TICKET),
         lambda s: s.control.audit(),
@@ -208,7 +211,7 @@ def test_a_reservation_whose_caller_left_is_given_back() -> None:
     async def run() -> None:
         async with served() as s:
             s.worker.held.update(CALLS)
-            reserving = asyncio.ensure_future(s.decode.reserve(request()))
+            reserving = asyncio.ensure_future(s.decode.reserve(request(), sender_id="prefill-0"))
             await eventually(lambda: s.worker.log == ["reserve"])
             reserving.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -224,7 +227,7 @@ def test_a_reservation_whose_caller_left_is_given_back() -> None:
     ("name", "call"),
     [
         ("prefill", lambda s: s.prefill.prefill(request(timeout_s=0.3), TICKET)),
-        ("reserve", lambda s: s.decode.reserve(request(timeout_s=0.3))),
+        ("reserve", lambda s: s.decode.reserve(request(timeout_s=0.3), sender_id="prefill-0")),
         ("generate", lambda s: generate(s, timeout_s=0.3)),
     ],
 )
@@ -242,7 +245,7 @@ def test_the_deadline_of_a_request_ends_its_call_on_both_sides(name: str, call: 
 def test_a_resume_has_what_its_reservation_had_left() -> None:
     async def run() -> None:
         async with served() as s:
-            ticket = await s.decode.reserve(request(timeout_s=0.3))
+            ticket = await s.decode.reserve(request(timeout_s=0.3), sender_id="prefill-0")
             s.worker.held.update(CALLS)
             with pytest.raises(DeadlineExceeded):
                 async with aclosing(s.decode.resume(ticket, FIRST)) as outputs:
@@ -256,7 +259,7 @@ def test_a_resume_has_what_its_reservation_had_left() -> None:
 def test_a_released_ticket_is_not_resumed() -> None:
     async def run() -> None:
         async with served() as s:
-            ticket = await s.decode.reserve(request())
+            ticket = await s.decode.reserve(request(), sender_id="prefill-0")
             await s.decode.release(ticket)
             with pytest.raises(TransferRefused):
                 await anext(s.decode.resume(ticket, FIRST))
@@ -270,7 +273,7 @@ def test_a_request_whose_time_is_over_is_not_sent() -> None:
         async with served() as s:
             for call in (
                 s.prefill.prefill(request(timeout_s=0.0), None),
-                s.decode.reserve(request(timeout_s=-1.0)),
+                s.decode.reserve(request(timeout_s=-1.0), sender_id="prefill-0"),
             ):
                 with pytest.raises(DeadlineExceeded):
                     await call
@@ -310,7 +313,9 @@ def test_a_request_of_a_broken_peer_is_refused_by_its_field() -> None:
     async def run() -> None:
         async with served() as s:
             method = raw(s.channel.grpc, "Decode/Reserve")
-            message = types_pb2.Request(request_id="r", prompt_ids=[2**31])
+            message = worker_pb2.ReserveRequest(
+                request=types_pb2.Request(request_id="r", prompt_ids=[2**31]), sender_id="p"
+            )
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await method(message.SerializeToString(), timeout=5.0)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -362,7 +367,7 @@ def test_a_worker_that_is_not_there_is_lost_at_once() -> None:
         client = DecodeClient(channel, SystemClock())
         started = asyncio.get_running_loop().time()
         with pytest.raises(WorkerLost) as caught:
-            await client.reserve(request(timeout_s=60.0))
+            await client.reserve(request(timeout_s=60.0), sender_id="prefill-0")
         assert caught.value.worker_id == "decode-9"
         assert asyncio.get_running_loop().time() - started < 10.0
         await channel.close()
@@ -371,7 +376,12 @@ def test_a_worker_that_is_not_there_is_lost_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "call", [generate, lambda s: s.prefill.prefill(request(), TICKET), lambda s: s.decode.reserve(request())]
+    "call",
+    [
+        generate,
+        lambda s: s.prefill.prefill(request(), TICKET),
+        lambda s: s.decode.reserve(request(), sender_id="prefill-0"),
+    ],
 )
 def test_closing_the_channel_ends_its_calls_as_lost(call: Call) -> None:
     """The router closes the channel of a worker that it has given up; who waits must hear of it."""
@@ -527,7 +537,7 @@ def test_an_invalid_request_found_by_the_port_keeps_its_param() -> None:
         async with served() as s:
             s.worker.error = InvalidRequest("logit_bias", "token 999 is not in the vocabulary")
             with pytest.raises(InvalidRequest) as caught:
-                await s.decode.reserve(request())
+                await s.decode.reserve(request(), sender_id="prefill-0")
             assert caught.value.param == "logit_bias"
 
     asyncio.run(run())
