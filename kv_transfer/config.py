@@ -20,6 +20,12 @@ class TransferConfig:
     credit_bytes: int = 16 * 2**20  # most payload a sender may have in flight to one transfer
     checksum: bool = True  # off only to measure its cost, or to show that its absence is noticed
     connect_timeout_s: float = 5.0  # until a peer has answered the first message
+    transports: tuple[
+        str, ...
+    ] = ()  # file names in kv_transfer/transports, best first; empty: all that work here
+    whole_below_tokens: int = 0  # a prompt with fewer tokens to send goes in one piece once it is computed
+    compact: bool = False  # KV travels as int8 with a scale per token and head: smaller, and not exact
+    convert_dtypes: bool = False  # workers may store KV in different dtypes
     listen: str = ""  # own address, as the transport spells it; empty: any free one on this host
     advertise_host: str = ""  # what peers connect to when `listen` is a wildcard
 

@@ -1,4 +1,4 @@
-"""A frame: one token range of one layer of one transfer, with proof of what it is.
+"""A frame: one token range of one layer of one part of a transfer, with proof of what it is.
 
 Knows nothing of sockets, of blocks or of who holds them.
 """
@@ -6,33 +6,44 @@ Knows nothing of sockets, of blocks or of who holds them.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import xxhash
+from twinpool.core.ports import KVPayload
 
-_IDENTITY = struct.Struct("<QQQQ")
+_IDENTITY = struct.Struct("<QIIIII")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """What travels: ``[2, num_tokens, num_kv_heads, head_dim]`` elements of one layer, keys first."""
+    """What travels: ``[2, num_tokens, num_heads, head_dim]`` elements of one layer, keys first."""
 
     transfer_id: str
     epoch: int
+    first_head: int  # by its number in the model
+    num_heads: int
     layer: int
     first_token: int
     num_tokens: int
     checksum: int  # of identity and payload; 0 where checksums are off
-    payload: memoryview  # of bytes
+    payload: KVPayload
 
     @property
     def end_token(self) -> int:
         """The token after the last one."""
         return self.first_token + self.num_tokens
 
+    @property
+    def heads(self) -> range:
+        """The heads it is of."""
+        return range(self.first_head, self.first_head + self.num_heads)
+
     def true_checksum(self) -> int:
-        """Compute XXH3-64 over the identity and the payload, whatever ``checksum`` claims."""
-        hasher = xxhash.xxh3_64(self.transfer_id.encode())
-        hasher.update(_IDENTITY.pack(self.epoch, self.layer, self.first_token, self.num_tokens))
-        hasher.update(self.payload)
-        return int(hasher.intdigest())
+        """Compute the checksum over identity and payload, whatever ``checksum`` claims."""
+        identity = self.transfer_id.encode() + _IDENTITY.pack(
+            self.epoch, self.first_head, self.num_heads, self.layer, self.first_token, self.num_tokens
+        )
+        return self.payload.checksum(identity)
+
+    def sealed(self) -> Frame:
+        """Return it with its true checksum."""
+        return replace(self, checksum=self.true_checksum())

@@ -1,10 +1,10 @@
-"""One transfer as its sender sees it: streams KV to where a ticket points while it is computed.
+"""One part of a transfer as its sender sees it: streams KV to where a ticket points while it is computed.
 
     opening -> streaming (as ``written`` tells) -> finishing -> confirmed
        `------------ failed, or aborted ------------'
 
 Reads the store only between ``written`` and the end of ``wait`` or ``abort``, one message at a time:
-the memory held for a transfer is one message plus what the receiver gave credit for, however long the
+the memory held for a part is one message plus what the receiver gave credit for, however long the
 prompt is.
 """
 
@@ -12,22 +12,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from enum import Enum, auto
 from math import inf
 from typing import Protocol
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.frame import Frame
+from kv_transfer.hello import Hello
 from kv_transfer.transport import Channel
 from twinpool.core.clock import Clock
 from twinpool.core.errors import TransferError, TransferTimeout
-from twinpool.core.ports import KVStore
+from twinpool.core.layout import wire_bytes
+from twinpool.core.ports import KVRange, KVStore
 from twinpool.core.ticket import KVTicket
 
 
-class TransferEnd(Enum):
-    """How a transfer ended for its sender."""
+class PartEnd(Enum):
+    """How a part ended for its sender."""
 
     CONFIRMED = auto()  # the receiver proved that it has everything
     FAILED = auto()
@@ -35,16 +36,17 @@ class TransferEnd(Enum):
 
 
 class OpenChannel(Protocol):
-    """``Transport.open`` for one transfer."""
+    """``Transport.open`` for one part; also tells whether the channel takes tensors."""
 
-    def __call__(self, *, timeout_s: float) -> Awaitable[Channel]: ...
+    def __call__(self, *, timeout_s: float) -> Awaitable[tuple[Channel, bool]]: ...
 
 
-class OutgoingTransfer:
+class OutgoingPart:
     """Sends tokens ``[ticket.cached_tokens, ticket.num_tokens)`` of every layer, once.
 
     Args:
         ticket: Of the decode worker that waits.
+        hello: Names the heads to send, and how they travel.
         open_channel: Meets that worker.
         store: What is read; only blocks that ``written`` named.
         clock: Of the deadline.
@@ -56,17 +58,19 @@ class OutgoingTransfer:
     def __init__(
         self,
         ticket: KVTicket,
+        hello: Hello,
         open_channel: OpenChannel,
         *,
         store: KVStore,
         clock: Clock,
         config: TransferConfig,
         timeout_s: float,
-        on_end: Callable[[OutgoingTransfer, TransferEnd], None],
+        on_end: Callable[[OutgoingPart, PartEnd], None],
     ) -> None:
         self.num_frames = 0
         self.num_bytes = 0
         self._ticket = ticket
+        self._hello = hello
         self._open_channel = open_channel
         self._store = store
         self._clock = clock
@@ -77,7 +81,13 @@ class OutgoingTransfer:
         self._written = [ticket.cached_tokens] * store.layout.num_layers
         self._sent = list(self._written)
         self._more = asyncio.Event()
-        self._task = asyncio.create_task(self._run(), name=f"transfer {ticket.transfer_id}")
+        self._on_device = False
+        self._token_bytes = wire_bytes(
+            hello.wire, num_tokens=1, num_heads=hello.num_heads, head_dim=store.layout.head_dim
+        )
+        is_short = ticket.num_tokens - ticket.cached_tokens < config.whole_below_tokens
+        self._least_written = ticket.num_tokens if is_short else 0  # in every layer, before anything is sent
+        self._task = asyncio.create_task(self._run(), name=f"part {ticket.transfer_id}")
         self._task.add_done_callback(self._note_end)
 
     def written(self, layer: int, num_tokens: int, blocks: Sequence[int]) -> None:
@@ -98,7 +108,7 @@ class OutgoingTransfer:
         """Return when the receiver confirmed that it has everything.
 
         The store is not read any more after it returned or raised a TransferError; a cancelled call
-        leaves the transfer running.
+        leaves the part running.
 
         Raises:
             TransferError: What the receiver or the way to it objected to, or that ``abort`` was called.
@@ -114,7 +124,9 @@ class OutgoingTransfer:
         await asyncio.wait({self._task})
 
     async def _run(self) -> None:
-        channel = await self._open_channel(timeout_s=self._left_s(self._config.connect_timeout_s))
+        channel, self._on_device = await self._open_channel(
+            timeout_s=self._left_s(self._config.connect_timeout_s)
+        )
         ended = asyncio.ensure_future(channel.ended())
         streaming = asyncio.ensure_future(self._stream(channel))
         try:
@@ -142,11 +154,13 @@ class OutgoingTransfer:
 
     def _next_frames(self) -> list[Frame]:
         """Read the parts of one message, lower layers first."""
-        layout = self._store.layout
-        room_tokens = max(1, self._config.message_bytes // layout.layer_token_bytes)
-        if room_tokens > layout.block_tokens:
-            room_tokens -= room_tokens % layout.block_tokens
-        frames = []
+        block_tokens = self._store.layout.block_tokens
+        room_tokens = max(1, self._config.message_bytes // self._token_bytes)
+        if room_tokens > block_tokens:
+            room_tokens -= room_tokens % block_tokens
+        frames: list[Frame] = []
+        if min(self._written) < self._least_written:
+            return frames
         for layer, first_token in enumerate(self._sent):
             num_tokens = min(self._ready(layer) - first_token, room_tokens)
             if num_tokens > 0:
@@ -163,19 +177,26 @@ class OutgoingTransfer:
         return written - written % self._store.layout.block_tokens
 
     def _read(self, layer: int, first_token: int, num_tokens: int) -> Frame:
-        payload = self._store.read(
-            layer=layer, blocks=self._blocks, first_token=first_token, num_tokens=num_tokens
-        ).cast("B")
+        hello = self._hello
+        part = KVRange(
+            layer=layer,
+            blocks=self._blocks,
+            first_token=first_token,
+            num_tokens=num_tokens,
+            heads=hello.heads,
+        )
         frame = Frame(
-            transfer_id=self._ticket.transfer_id,
-            epoch=self._ticket.epoch,
+            transfer_id=hello.transfer_id,
+            epoch=hello.epoch,
+            first_head=hello.first_head,
+            num_heads=hello.num_heads,
             layer=layer,
             first_token=first_token,
             num_tokens=num_tokens,
             checksum=0,
-            payload=payload,
+            payload=self._store.payload(part, wire=hello.wire, on_device=self._on_device),
         )
-        return replace(frame, checksum=frame.true_checksum()) if self._config.checksum else frame
+        return frame.sealed() if self._config.checksum else frame
 
     async def _within(self, limit_s: float, step: Awaitable[object], problem: str) -> None:
         try:
@@ -189,7 +210,7 @@ class OutgoingTransfer:
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
-            end = TransferEnd.ABORTED
+            end = PartEnd.ABORTED
         else:
-            end = TransferEnd.CONFIRMED if task.exception() is None else TransferEnd.FAILED
+            end = PartEnd.CONFIRMED if task.exception() is None else PartEnd.FAILED
         self._on_end(self, end)

@@ -1,34 +1,37 @@
-"""The decode worker's end of all transfers: checks every frame and writes it into its own blocks.
+"""The receiving end of all transfers of one rank: checks every frame and writes it into its own blocks.
 
 The only writer of received KV.  Knows nothing of transports, of the engine or of who asked; the blocks
 are lent to it by ``expect`` and are the lender's again after ``cancel`` or ``on_expired``:
 
-    expect -> open --(all frames)--> whole --(resumed)--> the request's own, until cancel
+    expect -> open --(all parts)--> whole --(resumed)--> the request's own, until cancel
                 |                      |
                 |- broken, damaged     |- lease over: on_expired
                 `- lease over          `- cancel
                    or cancel
 
-Every method is synchronous but ``wait`` and ``run``, and all run on one event loop: between two of
+A sender is admitted with its part, the heads that it brings: once, and only with the proof that the
+ticket gave it.
+
+Every method is synchronous but the waits and ``run``, and all run on one event loop: between two of
 them nothing is half done, so a frame is either written wholly before ``cancel`` or never.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.coverage import Coverage
 from kv_transfer.frame import Frame
+from kv_transfer.hello import Hello
 from twinpool.core.clock import Clock
 from twinpool.core.errors import TransferDamaged, TransferError, TransferRefused, TransferTimeout
-from twinpool.core.layout import KVLayout
-from twinpool.core.ports import KVStore
-from twinpool.core.ticket import Endpoint, KVTicket, TransferReport
+from twinpool.core.layout import COMPACT, DTYPE_BYTES, KVLayout, wire_bytes
+from twinpool.core.ports import KVRange, KVStore
+from twinpool.core.ticket import TransferReport
 
 _REMEMBERED_ENDS = 4096  # ended transfers whose end can still be told to latecomers
 
@@ -44,21 +47,38 @@ class ReceiverCounters:
     malformed_frames: int = 0  # frames that do not fit the transfer they name
     late_frames: int = 0  # frames for a transfer that has ended here
     refused: int = 0  # frames and waits that name no open transfer of this epoch
+    unproved: int = 0  # senders that could not prove their right, or came a second time
     completed: int = 0
     broken: int = 0  # transfers whose sender failed or gave up
     expired: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What one rank is to receive.
+
+    ``cached_tokens`` are the first tokens, already there; they are never written.  After ``timeout_s`` the
+    transfer is over, whatever its progress.
+    """
+
+    transfer_id: str
+    sender_id: str  # the only worker that may send
+    key: bytes  # the ticket's signature; a sender proves that it holds it
+    blocks: tuple[int, ...]  # of the sequence in token order, those of the cached tokens included
+    num_tokens: int  # tokens whose KV must be there before ``wait`` returns
+    cached_tokens: int = 0
+    timeout_s: float
+
+
 class KVReceiver:
-    """A table of the transfers that this worker expects; the ``FrameSink`` of its transports.
+    """A table of the transfers that this rank expects; the ``FrameSink`` of its transports.
 
     Args:
-        store: The worker's KV pool.
+        store: The rank's KV pool.
         clock: Of leases and reports.
-        worker_id: Goes into tickets.
         epoch: Of this life of the worker; frames of another one are refused.
-        endpoints: Of the worker's transports, best first.
-        config: Lease and checksum.
+        config: Lease, checksum and wire formats.
+        rank: Senders must mean this one.
 
     Attributes:
         counters: Read them.
@@ -71,19 +91,18 @@ class KVReceiver:
         store: KVStore,
         clock: Clock,
         *,
-        worker_id: str,
         epoch: int,
-        endpoints: Sequence[Endpoint],
         config: TransferConfig,
+        rank: int = 0,
     ) -> None:
         self.counters = ReceiverCounters()
         self.on_expired: Callable[[str], None] = lambda transfer_id: None
         self._store = store
         self._clock = clock
-        self._worker_id = worker_id
         self._epoch = epoch
-        self._endpoints = tuple(endpoints)
         self._config = config
+        self._rank = rank
+        self._wires = _accepted_wires(store.layout, config)
         self._open: dict[str, _Incoming] = {}
         self._ended: OrderedDict[str, _Ended] = OrderedDict()
 
@@ -92,54 +111,40 @@ class KVReceiver:
         """Transfers that hold blocks: expected and neither cancelled nor expired."""
         return len(self._open)
 
-    def expect(
-        self,
-        *,
-        request_id: str,
-        blocks: Sequence[int],
-        num_tokens: int,
-        cached_tokens: int = 0,
-        timeout_s: float,
-    ) -> KVTicket:
-        """Open a transfer of tokens ``[cached_tokens, num_tokens)`` into ``blocks``.
-
-        Args:
-            request_id: Goes into the ticket.
-            blocks: The blocks of the sequence in token order, those of the cached tokens included.
-            num_tokens: Tokens whose KV must be there before ``wait`` returns.
-            cached_tokens: The first tokens, already there; never written.
-            timeout_s: The request's own time; the transfer is over then, whatever its progress.
-        """
+    def expect(self, expected: Expected) -> None:
+        """Open a transfer of tokens ``[cached_tokens, num_tokens)`` of all heads of this rank."""
         layout = self._store.layout
-        assert 0 <= cached_tokens <= num_tokens <= len(blocks) * layout.block_tokens
-        transfer_id = secrets.token_hex(16)
-        incoming = _Incoming(
-            layout=layout,
-            blocks=tuple(blocks),
-            num_tokens=num_tokens,
-            cached_tokens=cached_tokens,
-            now_s=self._clock.now_s(),
-            timeout_s=timeout_s,
+        assert expected.transfer_id not in self._open, "a transfer is expected once"
+        assert (
+            0 <= expected.cached_tokens <= expected.num_tokens <= len(expected.blocks) * layout.block_tokens
         )
-        self._open[transfer_id] = incoming
-        if cached_tokens == num_tokens:
+        incoming = _Incoming(expected, num_heads=len(self._store.heads), now_s=self._clock.now_s())
+        self._open[expected.transfer_id] = incoming
+        if expected.cached_tokens == expected.num_tokens:
             self._complete(incoming)
-        return KVTicket(
-            transfer_id=transfer_id,
-            epoch=self._epoch,
-            request_id=request_id,
-            worker_id=self._worker_id,
-            endpoints=self._endpoints,
-            num_tokens=num_tokens,
-            cached_tokens=cached_tokens,
-            lease_s=self._config.lease_s,
-        )
+
+    def admit(self, hello: Hello, *, transport: str) -> None:
+        """Let a sender bring its part; see ``FrameSink.admit``.
+
+        What is refused here changes nothing: who cannot prove its right cannot end a transfer either.
+        """
+        incoming = self._find(hello.transfer_id, hello.epoch)
+        if incoming is None:
+            raise self._refusal(hello.transfer_id, hello.epoch)
+        problem = self._objection(incoming, hello)
+        if problem:
+            self.counters.unproved += 1
+            raise TransferRefused(problem)
+        if incoming.error is not None:
+            raise TransferRefused(f"the transfer has failed: {incoming.error}")
+        incoming.parts[hello.first_head] = _Part(hello, incoming.expected, self._store.layout.num_layers)
+        incoming.transports.add(transport)
 
     def accept(self, frame: Frame) -> None:
         """Check a frame and write it; see ``FrameSink.accept``.
 
-        Nothing is touched before the frame is known to be whole, of this epoch, of an open transfer
-        and within the part of it that is not cached.
+        Nothing is touched before the frame is known to be whole, of this epoch, of an admitted part of an
+        open transfer and within what is not cached.
         """
         incoming = self._find(frame.transfer_id, frame.epoch)
         if incoming is None:
@@ -148,23 +153,28 @@ class KVReceiver:
         if incoming.error is not None:
             self.counters.late_frames += 1
             raise TransferRefused(f"the transfer has failed: {incoming.error}")
-        self._check_shape(incoming, frame)
+        part = incoming.parts.get(frame.first_head)
+        if part is None or part.hello.num_heads != frame.num_heads:
+            self.counters.refused += 1
+            raise TransferRefused(f"no sender of heads {_named(frame.heads)} was admitted")
+        self._check_shape(part, frame)
         if self._config.checksum and frame.checksum != frame.true_checksum():
             self.counters.checksum_failures += 1
             raise TransferDamaged(f"layer {frame.layer}, token {frame.first_token}: wrong checksum")
-        coverage = incoming.coverage[frame.layer]
+        coverage = part.coverage[frame.layer]
         if not coverage.num_missing(first_token=frame.first_token, end_token=frame.end_token):
             self.counters.duplicates += 1
             return
-        self._store.write(
-            frame.payload,
+        place = KVRange(
             layer=frame.layer,
-            blocks=incoming.blocks,
+            blocks=incoming.expected.blocks,
             first_token=frame.first_token,
             num_tokens=frame.num_tokens,
+            heads=frame.heads,
         )
+        self._store.write(frame.payload, place, wire=part.hello.wire)
         coverage.add(first_token=frame.first_token, end_token=frame.end_token)
-        self._note_progress(incoming, frame)
+        self._note_progress(incoming, part, frame)
 
     async def wait(self, transfer_id: str, epoch: int) -> None:
         """Return when all KV is whole; ends at the latest with the lease.
@@ -177,23 +187,30 @@ class KVReceiver:
         incoming = self._find(transfer_id, epoch)
         if incoming is None:
             raise self._refusal(transfer_id, epoch)
-        if incoming.is_pending:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            incoming.waiters.add(waiter)
-            try:
-                await waiter
-            finally:
-                incoming.waiters.discard(waiter)
+        await incoming.until(lambda: not incoming.is_pending)
         if incoming.error is not None:
             raise _fresh(incoming.error)
 
-    def broken(self, transfer_id: str, epoch: int, error: TransferError) -> None:
-        """Note that the sender will send no more; see ``FrameSink.broken``.
+    async def wait_part(self, hello: Hello) -> None:
+        """Return when all frames of an admitted part are here; see ``FrameSink.wait_part``."""
+        incoming = self._find(hello.transfer_id, hello.epoch)
+        part = None if incoming is None else incoming.parts.get(hello.first_head)
+        if incoming is None or part is None:
+            raise self._refusal(hello.transfer_id, hello.epoch)
+        await incoming.until(lambda: part.is_whole or incoming.error is not None)
+        if not part.is_whole and incoming.error is not None:
+            raise _fresh(incoming.error)
+
+    def broken(self, hello: Hello, error: TransferError) -> None:
+        """Note that the sender of a part will send no more; see ``FrameSink.broken``.
 
         The room stays reserved until ``cancel`` or the end of the lease.
         """
-        incoming = self._open.get(transfer_id)
-        if incoming is not None and epoch == self._epoch and incoming.is_pending:
+        incoming = self._open.get(hello.transfer_id)
+        part = None if incoming is None else incoming.parts.get(hello.first_head)
+        if incoming is None or part is None or part.is_whole or hello.epoch != self._epoch:
+            return
+        if incoming.is_pending:
             self.counters.broken += 1
             incoming.end(error)
 
@@ -248,24 +265,51 @@ class KVReceiver:
         ended = self._ended.get(transfer_id)
         return TransferRefused("no such transfer is expected") if ended is None else _fresh(ended.error)
 
-    def _check_shape(self, incoming: _Incoming, frame: Frame) -> None:
-        layout = self._store.layout
+    def _objection(self, incoming: _Incoming, hello: Hello) -> str:
+        """Say why a sender is not admitted; empty if it is."""
+        if not hello.is_proved_by(incoming.expected.key):
+            return "the sender does not hold the ticket"
+        if hello.sender_id != incoming.expected.sender_id:
+            return f"{hello.sender_id} is not the worker that may send"
+        if hello.target_rank != self._rank:
+            return f"rank {hello.target_rank} is meant, this is {self._rank}"
+        heads = self._store.heads
+        if not hello.num_heads or hello.first_head not in heads or hello.heads[-1] not in heads:
+            return f"heads {_named(hello.heads)} are not kept here, {_named(heads)} are"
+        if hello.wire not in self._wires:
+            return f"wire format {hello.wire} is none of {', '.join(self._wires)}"
+        taken = {head for part in incoming.parts.values() for head in part.hello.heads}
+        if not taken.isdisjoint(hello.heads):
+            return f"a sender of heads {_named(hello.heads)} was admitted already"
+        return ""
+
+    def _check_shape(self, part: _Part, frame: Frame) -> None:
+        layout, expected = self._store.layout, part.expected
+        token_bytes = self._num_bytes(part.hello, 1)
         fits = (
             0 <= frame.layer < layout.num_layers
             and frame.num_tokens > 0
-            and incoming.cached_tokens <= frame.first_token
-            and frame.end_token <= incoming.num_tokens
-            and frame.payload.nbytes == frame.num_tokens * layout.layer_token_bytes
+            and expected.cached_tokens <= frame.first_token
+            and frame.end_token <= expected.num_tokens
+            and frame.payload.nbytes == frame.num_tokens * token_bytes
         )
         if not fits:
             self.counters.malformed_frames += 1
             raise TransferDamaged(
                 f"layer {frame.layer}, tokens {frame.first_token} to {frame.end_token} in "
                 f"{frame.payload.nbytes} bytes do not fit into {layout.num_layers} layers of tokens "
-                f"{incoming.cached_tokens} to {incoming.num_tokens}, {layout.layer_token_bytes} bytes each"
+                f"{expected.cached_tokens} to {expected.num_tokens}, {token_bytes} bytes each"
             )
 
-    def _note_progress(self, incoming: _Incoming, frame: Frame) -> None:
+    def _num_bytes(self, hello: Hello, num_tokens: int) -> int:
+        return wire_bytes(
+            hello.wire,
+            num_tokens=num_tokens,
+            num_heads=hello.num_heads,
+            head_dim=self._store.layout.head_dim,
+        )
+
+    def _note_progress(self, incoming: _Incoming, part: _Part, frame: Frame) -> None:
         self.counters.frames += 1
         self.counters.bytes += frame.payload.nbytes
         incoming.num_frames += 1
@@ -273,8 +317,14 @@ class KVReceiver:
         incoming.progress_s = self._clock.now_s()
         if incoming.first_frame_s is None:
             incoming.first_frame_s = incoming.progress_s - incoming.started_s
-        if all(coverage.is_whole for coverage in incoming.coverage):
-            self._complete(incoming)
+        if part.coverage[frame.layer].is_whole:
+            part.num_missing_layers -= 1
+            if part.is_whole:
+                incoming.num_missing_heads -= part.hello.num_heads
+                if incoming.num_missing_heads:
+                    incoming.wake()
+                else:
+                    self._complete(incoming)
 
     def _complete(self, incoming: _Incoming) -> None:
         self.counters.completed += 1
@@ -313,40 +363,56 @@ class _Ended:
     report: TransferReport
 
 
+class _Part:
+    """The heads that one sender brings."""
+
+    def __init__(self, hello: Hello, expected: Expected, num_layers: int) -> None:
+        self.hello = hello
+        self.expected = expected
+        self.coverage = [
+            Coverage(first_token=expected.cached_tokens, end_token=expected.num_tokens)
+            for _ in range(num_layers)
+        ]
+        self.num_missing_layers = num_layers
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_missing_layers == 0
+
+
 class _Incoming:
     """One transfer that holds blocks."""
 
-    def __init__(
-        self,
-        *,
-        layout: KVLayout,
-        blocks: tuple[int, ...],
-        num_tokens: int,
-        cached_tokens: int,
-        now_s: float,
-        timeout_s: float,
-    ) -> None:
-        self.blocks = blocks
-        self.num_tokens = num_tokens
-        self.cached_tokens = cached_tokens
-        self.coverage = [
-            Coverage(first_token=cached_tokens, end_token=num_tokens) for _ in range(layout.num_layers)
-        ]
+    def __init__(self, expected: Expected, *, num_heads: int, now_s: float) -> None:
+        self.expected = expected
+        self.parts: dict[int, _Part] = {}  # by their first head
+        self.num_missing_heads = num_heads
+        self.transports: set[str] = set()
         self.started_s = now_s
         self.progress_s = now_s
-        self.timeout_at_s = now_s + timeout_s
+        self.timeout_at_s = now_s + expected.timeout_s
         self.first_frame_s: float | None = None
         self.complete_s: float | None = None
         self.resumed_s: float | None = None
         self.num_frames = 0
         self.kv_bytes = 0
         self.error: TransferError | None = None
-        self.waiters: set[asyncio.Future[None]] = set()
+        self._waiters: set[asyncio.Future[None]] = set()
 
     @property
     def is_pending(self) -> bool:
         """Whether frames are still awaited."""
         return self.complete_s is None and self.error is None
+
+    async def until(self, is_reached: Callable[[], bool]) -> None:
+        """Wait for ``is_reached``, which is asked after each ``wake``."""
+        while not is_reached():
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.discard(waiter)
 
     def end(self, error: TransferError) -> None:
         if self.error is None:
@@ -354,7 +420,7 @@ class _Incoming:
         self.wake()
 
     def wake(self) -> None:
-        for waiter in self.waiters:
+        for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
@@ -362,8 +428,19 @@ class _Incoming:
         return TransferReport(
             kv_bytes=self.kv_bytes,
             num_frames=self.num_frames,
-            cached_tokens=self.cached_tokens,
+            cached_tokens=self.expected.cached_tokens,
             first_frame_s=self.first_frame_s,
             complete_s=self.complete_s,
             resumed_s=self.resumed_s,
+            transport="+".join(sorted(self.transports)),
         )
+
+
+def _accepted_wires(layout: KVLayout, config: TransferConfig) -> tuple[str, ...]:
+    if config.compact:
+        return (COMPACT,)
+    return tuple(DTYPE_BYTES) if config.convert_dtypes else (layout.dtype,)
+
+
+def _named(heads: range) -> str:
+    return f"{heads.start} to {heads.stop - 1}" if heads else "none"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from importlib import import_module
+from types import ModuleType
 
 from kv_transfer import transports
 from kv_transfer.config import TransferConfig
@@ -11,10 +12,36 @@ from kv_transfer.hub import Hub
 from kv_transfer.transport import Transport
 from twinpool.core.errors import ConfigError
 
+# The best first; a name that is not here is used only if it is asked for.
+PREFERENCE = ("cuda_ipc", "shm", "tcp", "grpc")
+
 
 def transport_names() -> tuple[str, ...]:
     """Return the names of all transports that this build has, in alphabetical order."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(transports.__path__)))
+
+
+def unavailable(name: str) -> str:
+    """Return why this machine cannot use a transport; empty if it can.
+
+    Raises:
+        ConfigError: There is no such transport.
+    """
+    reason: str = _module(name).unavailable()
+    return reason
+
+
+def chosen_transports(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the transports to use, best first: those named, or all in ``PREFERENCE`` that work here.
+
+    Raises:
+        ConfigError: One that was named does not exist or does not work here.
+    """
+    for name in names:
+        reason = unavailable(name)
+        if reason:
+            raise ConfigError("transfer.transports", f"{name} cannot be used here: {reason}")
+    return names or tuple(name for name in PREFERENCE if name in transport_names() and not unavailable(name))
 
 
 def load_transport(name: str, config: TransferConfig, hub: Hub | None = None) -> Transport:
@@ -30,7 +57,11 @@ def load_transport(name: str, config: TransferConfig, hub: Hub | None = None) ->
     Raises:
         ConfigError: There is no such file, or the transport cannot listen where it should.
     """
-    if name not in transport_names():
-        raise ConfigError("transfer.transport", f"{name} is none of {', '.join(transport_names())}")
-    transport: Transport = import_module(f"{transports.__name__}.{name}").create(config, hub or Hub())
+    transport: Transport = _module(name).create(config, hub or Hub())
     return transport
+
+
+def _module(name: str) -> ModuleType:
+    if name not in transport_names():
+        raise ConfigError("transfer.transports", f"{name} is none of {', '.join(transport_names())}")
+    return import_module(f"{transports.__name__}.{name}")

@@ -1,36 +1,40 @@
-"""Between processes and hosts: one gRPC stream per transfer over one kept connection per peer.
+"""Between processes and hosts: one gRPC stream per part over one kept connection per peer.
 
-The messages are described in ``proto/kv.proto``.  Nothing in them is believed: lengths are compared
-with what came before anything is cut, and the receiver checks the rest.  Uses ``grpc.aio`` on the
-caller's event loop and no thread of its own.
+The messages are described in ``proto/kv.proto``.  Uses ``grpc.aio`` on the caller's event loop and no thread
+of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import suppress
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
 from kv_transfer.config import MAX_MESSAGE_BYTES, TransferConfig
 from kv_transfer.credit import Credit
 from kv_transfer.frame import Frame
+from kv_transfer.hello import Hello
 from kv_transfer.hub import Hub
 from kv_transfer.intake import take_in
+from kv_transfer.messages import (
+    credit_reply,
+    end_reply,
+    hello_from_bytes,
+    hello_to_bytes,
+    pack,
+    read_reply,
+    unpack,
+)
 from kv_transfer.transport import FrameSink
-from twinpool.core import errors
 from twinpool.core.errors import ConfigError, TransferDamaged, TransferError, TransferTimeout
 from twinpool.core.ticket import Endpoint
-from twinpool.pb.kv_pb2 import FrameHeader, PushHeader, PushReply
 
 _Context = grpc.aio.ServicerContext[bytes, bytes]
 _SERVICE, _METHOD = "twinpool.v1.KVTransfer", "Push"
 _GRACE_S = 0.1  # peers are told to leave before their streams are cut
-_LENGTH = struct.Struct("<I")
 
 _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -52,15 +56,12 @@ _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a new channel knows nothing of an old one's back-off
 )
 _FAILED = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
-_ERRORS = {
-    kind.__name__: kind
-    for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, TransferError)
-}
 
 
 class GrpcTransport:
     """A server of its own and a table of connections to peers."""
+
+    moves_tensors = False
 
     def __init__(self, config: TransferConfig) -> None:
         self._config = config
@@ -88,13 +89,16 @@ class GrpcTransport:
         )
         await self._server.start()
 
-    async def open(self, peer: Endpoint, *, transfer_id: str, epoch: int, timeout_s: float) -> GrpcChannel:
+    def reaches(self, peer: Endpoint) -> bool:
+        return True
+
+    async def open(self, peer: Endpoint, hello: Hello, *, timeout_s: float) -> GrpcChannel:
         # No serializers: messages are raw bytes.
         push = self._connection(peer.address).stream_stream(f"/{_SERVICE}/{_METHOD}", None, None)
-        channel = GrpcChannel(push(None), peer.address, transfer_id, epoch)
+        channel = GrpcChannel(push(None), peer.address)
         try:
             async with asyncio.timeout(timeout_s):
-                await channel.meet()
+                await channel.meet(hello)
         except TimeoutError:
             await channel.abort()
             raise TransferTimeout(f"no answer from {peer.address} in {timeout_s:g} s") from None
@@ -124,21 +128,17 @@ class GrpcChannel:
         self,
         call: grpc.aio.StreamStreamCall[bytes, bytes],
         address: str,
-        transfer_id: str,
-        epoch: int,
     ) -> None:
         self._call = call
         self._address = address
-        self._transfer_id = transfer_id
-        self._epoch = epoch
         self._credit = Credit()
         self._met = asyncio.Event()
         self._replies = asyncio.create_task(self._read_replies())
         self._replies.add_done_callback(self._note_end)
 
-    async def meet(self) -> None:
-        """Name the transfer and wait for the first credit."""
-        await self._write(_pack(self._transfer_id, self._epoch, ()))
+    async def meet(self, hello: Hello) -> None:
+        """Name the part and wait for the first credit."""
+        await self._write(hello_to_bytes(hello))
         await self._met.wait()
         if self._replies.done():
             await self.ended()
@@ -148,7 +148,7 @@ class GrpcChannel:
         if self._replies.done():
             await self.ended()
         else:
-            await self._write(_pack(self._transfer_id, self._epoch, frames))
+            await self._write(pack(frames))
 
     async def finish(self) -> None:
         if not self._replies.done():
@@ -178,18 +178,13 @@ class GrpcChannel:
         """Pass on credit until the receiver ends the transfer; return when it is whole."""
         try:
             async for data in self._call:
-                reply = PushReply.FromString(data)
-                if reply.complete:
+                credit_bytes = read_reply(data, address=self._address)
+                if credit_bytes is None:
                     return
-                if reply.error:
-                    kind = _ERRORS.get(reply.error, TransferError)
-                    raise kind(f"{self._address}: {reply.detail}")
-                self._credit.grant(reply.credit_bytes)
+                self._credit.grant(credit_bytes)
                 self._met.set()
         except grpc.aio.AioRpcError as error:
             raise TransferError(f"{self._address}: {error.code().name}: {error.details()}") from None
-        except DecodeError as error:
-            raise TransferDamaged(f"{self._address}: {error}") from None
         raise TransferError(f"{self._address}: the stream ended without a word")
 
     def _note_end(self, replies: asyncio.Task[None]) -> None:
@@ -208,96 +203,47 @@ class _PushService:
 
     async def push(self, requests: AsyncIterator[bytes], context: _Context) -> AsyncGenerator[bytes, None]:
         """Take in one transfer, and answer with credit and with how it ended."""
-        replies: asyncio.Queue[PushReply | None] = asyncio.Queue()  # None: the last one was said
+        replies: asyncio.Queue[bytes | None] = asyncio.Queue()  # None: the last one was said
         intake = asyncio.create_task(self._take_in(requests, replies))
         intake.add_done_callback(lambda task: replies.put_nowait(None))
         try:
             while (reply := await replies.get()) is not None:
-                yield reply.SerializeToString()
+                yield reply
             intake.result()
         finally:
             intake.cancel()
             await asyncio.wait({intake})
 
-    async def _take_in(
-        self, requests: AsyncIterator[bytes], replies: asyncio.Queue[PushReply | None]
-    ) -> None:
+    async def _take_in(self, requests: AsyncIterator[bytes], replies: asyncio.Queue[bytes | None]) -> None:
         async def grant(num_bytes: int) -> None:
-            replies.put_nowait(PushReply(credit_bytes=num_bytes))
+            replies.put_nowait(credit_reply(num_bytes))
 
         try:
-            transfer_id, epoch = await self._meet(requests)
+            hello = await self._meet(requests)
+            self._sink.admit(hello, transport="grpc")
             await grant(self._config.credit_bytes)
-            await take_in(self._sink, transfer_id, epoch, _messages(requests), grant)
+            await take_in(self._sink, hello, _messages(requests, hello), grant)
         except TransferError as error:
-            replies.put_nowait(PushReply(error=type(error).__name__, detail=str(error)))
+            replies.put_nowait(end_reply(error))
         else:
-            replies.put_nowait(PushReply(complete=True))
+            replies.put_nowait(end_reply(None))
 
-    async def _meet(self, requests: AsyncIterator[bytes]) -> tuple[str, int]:
+    async def _meet(self, requests: AsyncIterator[bytes]) -> Hello:
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
-                header, _ = _unpack(await anext(requests))
+                return hello_from_bytes(await anext(requests))
         except (TimeoutError, StopAsyncIteration):
             raise TransferDamaged("the stream names no transfer") from None
-        return header.transfer_id, header.epoch
 
 
-async def _messages(requests: AsyncIterator[bytes]) -> AsyncGenerator[Sequence[Frame], None]:
+async def _messages(requests: AsyncIterator[bytes], hello: Hello) -> AsyncGenerator[Sequence[Frame], None]:
     async for data in requests:
-        _, frames = _unpack(data)
-        yield frames
+        yield unpack(memoryview(data), hello)
 
 
-def _pack(transfer_id: str, epoch: int, frames: Sequence[Frame]) -> bytes:
-    header = PushHeader(
-        transfer_id=transfer_id,
-        epoch=epoch,
-        frames=[
-            FrameHeader(
-                layer=frame.layer,
-                first_token=frame.first_token,
-                num_tokens=frame.num_tokens,
-                checksum=frame.checksum,
-                payload_bytes=frame.payload.nbytes,
-            )
-            for frame in frames
-        ],
-    ).SerializeToString()
-    return b"".join([_LENGTH.pack(len(header)), header, *(frame.payload for frame in frames)])
-
-
-def _unpack(data: bytes) -> tuple[PushHeader, list[Frame]]:
-    """Cut a message into frames that point into it.
-
-    Raises:
-        TransferDamaged: Its lengths contradict each other, or the header is none.
-    """
-    message = memoryview(data)
-    if len(message) < _LENGTH.size:
-        raise TransferDamaged(f"a message of {len(message)} bytes has no header")
-    start = _LENGTH.size + _LENGTH.unpack_from(message)[0]
-    try:
-        header = PushHeader.FromString(message[_LENGTH.size : start].tobytes())
-    except DecodeError as error:
-        raise TransferDamaged(f"the header of a message cannot be read: {error}") from None
-    if start + sum(part.payload_bytes for part in header.frames) != len(message):
-        raise TransferDamaged("the payloads named in a header do not fill its message")
-    frames = []
-    for part in header.frames:
-        frames.append(
-            Frame(
-                transfer_id=header.transfer_id,
-                epoch=header.epoch,
-                layer=part.layer,
-                first_token=part.first_token,
-                num_tokens=part.num_tokens,
-                checksum=part.checksum,
-                payload=message[start : start + part.payload_bytes],
-            )
-        )
-        start += part.payload_bytes
-    return header, frames
+def unavailable() -> str:
+    """Return why this machine cannot use it: it always can."""
+    return ""
 
 
 def create(config: TransferConfig, hub: Hub) -> GrpcTransport:

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from kv_transfer.config import TransferConfig
 from kv_transfer.credit import Credit
 from kv_transfer.frame import Frame
+from kv_transfer.hello import Hello
 from kv_transfer.hub import Hub
 from kv_transfer.intake import take_in
 from kv_transfer.transport import FrameSink
@@ -20,6 +21,8 @@ from twinpool.core.ticket import Endpoint
 
 class LoopbackTransport:
     """Listens in a hub, and opens channels to others that do."""
+
+    moves_tensors = False
 
     def __init__(self, config: TransferConfig, hub: Hub) -> None:
         self._hub = hub
@@ -38,13 +41,15 @@ class LoopbackTransport:
     async def start(self, sink: FrameSink) -> None:
         self._sink = sink
 
-    async def open(
-        self, peer: Endpoint, *, transfer_id: str, epoch: int, timeout_s: float
-    ) -> _LoopbackChannel:
+    def reaches(self, peer: Endpoint) -> bool:
+        return self._hub.find(peer.address) is not None
+
+    async def open(self, peer: Endpoint, hello: Hello, *, timeout_s: float) -> _LoopbackChannel:
         listener: LoopbackTransport | None = self._hub.find(peer.address)
         if listener is None or listener._sink is None:
             raise TransferError(f"nobody listens at {peer.address}")
-        channel = _LoopbackChannel(listener._sink, transfer_id, epoch, listener._credit_bytes)
+        listener._sink.admit(hello, transport="loopback")
+        channel = _LoopbackChannel(listener._sink, hello, listener._credit_bytes)
         for transport in (self, listener):
             transport._channels.add(channel)
             channel.on_end(transport._channels.discard)
@@ -59,12 +64,12 @@ class LoopbackTransport:
 class _LoopbackChannel:
     """Both ends of one transfer."""
 
-    def __init__(self, sink: FrameSink, transfer_id: str, epoch: int, credit_bytes: int) -> None:
+    def __init__(self, sink: FrameSink, hello: Hello, credit_bytes: int) -> None:
         self._messages: asyncio.Queue[Sequence[Frame] | None] = asyncio.Queue()  # None: all was sent
         self._credit = Credit()
         self._credit.grant(credit_bytes)
         self._cut_reason = "the transfer was aborted"
-        self._intake = asyncio.create_task(take_in(sink, transfer_id, epoch, self._received(), self._grant))
+        self._intake = asyncio.create_task(take_in(sink, hello, self._received(), self._grant))
         self.on_end(lambda channel: self._credit.close())
 
     def on_end(self, callback: Callable[[_LoopbackChannel], None]) -> None:
@@ -102,6 +107,11 @@ class _LoopbackChannel:
 
     async def _grant(self, num_bytes: int) -> None:
         self._credit.grant(num_bytes)
+
+
+def unavailable() -> str:
+    """Return why this machine cannot use it: it always can."""
+    return ""
 
 
 def create(config: TransferConfig, hub: Hub) -> LoopbackTransport:

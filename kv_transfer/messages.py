@@ -1,0 +1,149 @@
+"""The messages between the two ends of a channel as bytes, for transports that carry bytes.
+
+Described in ``proto/kv.proto``.  Nothing that is read here is believed: lengths are compared with what came
+before anything is cut, and the receiver checks the rest.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from google.protobuf.message import DecodeError
+
+from kv_transfer.frame import Frame
+from kv_transfer.hello import Hello
+from kv_transfer.wire_errors import error_named
+from twinpool.core.errors import TransferDamaged, TransferError
+from twinpool.core.payload import HostPayload
+from twinpool.pb import kv_pb2
+
+MAX_HELLO_BYTES = 4096
+_LENGTH = struct.Struct("<I")
+
+
+def hello_to_bytes(hello: Hello) -> bytes:
+    """Return the message of ``hello``."""
+    return kv_pb2.Hello(
+        transfer_id=hello.transfer_id,
+        epoch=hello.epoch,
+        sender_id=hello.sender_id,
+        source_rank=hello.source_rank,
+        target_rank=hello.target_rank,
+        first_head=hello.first_head,
+        num_heads=hello.num_heads,
+        wire=hello.wire,
+        proof=hello.proof,
+    ).SerializeToString()
+
+
+def hello_from_bytes(data: bytes) -> Hello:
+    """Return the hello of a message.
+
+    Raises:
+        TransferDamaged: It is none.
+    """
+    if len(data) > MAX_HELLO_BYTES:
+        raise TransferDamaged(f"a first message of {len(data)} bytes names no transfer")
+    try:
+        message = kv_pb2.Hello.FromString(data)
+    except DecodeError:
+        raise TransferDamaged("the first message names no transfer") from None
+    return Hello(
+        transfer_id=message.transfer_id,
+        epoch=message.epoch,
+        sender_id=message.sender_id,
+        source_rank=message.source_rank,
+        target_rank=message.target_rank,
+        first_head=message.first_head,
+        num_heads=message.num_heads,
+        wire=message.wire,
+        proof=message.proof,
+    )
+
+
+def header_of(frames: Sequence[Frame]) -> bytes:
+    """Return what goes before the payloads of one message: the header and its length."""
+    header = kv_pb2.PushHeader(
+        frames=[
+            kv_pb2.FrameHeader(
+                layer=frame.layer,
+                first_token=frame.first_token,
+                num_tokens=frame.num_tokens,
+                checksum=frame.checksum,
+                payload_bytes=frame.payload.nbytes,
+            )
+            for frame in frames
+        ]
+    ).SerializeToString()
+    return _LENGTH.pack(len(header)) + header
+
+
+def pack(frames: Sequence[Frame]) -> bytes:
+    """Return one message; copies each payload once."""
+    return b"".join([header_of(frames), *(view for frame in frames for view in frame.payload.views())])
+
+
+def unpack(message: memoryview, hello: Hello) -> list[Frame]:
+    """Cut a message into frames that point into it.
+
+    Raises:
+        TransferDamaged: Its lengths contradict each other, or the header is none.
+    """
+    if len(message) < _LENGTH.size:
+        raise TransferDamaged(f"a message of {len(message)} bytes has no header")
+    start = _LENGTH.size + _LENGTH.unpack_from(message)[0]
+    try:
+        header = kv_pb2.PushHeader.FromString(message[_LENGTH.size : start].tobytes())
+    except DecodeError as error:
+        raise TransferDamaged(f"the header of a message cannot be read: {error}") from None
+    if start + sum(part.payload_bytes for part in header.frames) != len(message):
+        raise TransferDamaged("the payloads named in a header do not fill its message")
+    frames = []
+    for part in header.frames:
+        payload = HostPayload([message[start : start + part.payload_bytes]])
+        start += part.payload_bytes
+        frames.append(frame_of(part, hello, payload))
+    return frames
+
+
+def frame_of(part: kv_pb2.FrameHeader, hello: Hello, payload: HostPayload) -> Frame:
+    """Return the frame of a header; what it does not say is said by the hello of its channel."""
+    return Frame(
+        transfer_id=hello.transfer_id,
+        epoch=hello.epoch,
+        first_head=hello.first_head,
+        num_heads=hello.num_heads,
+        layer=part.layer,
+        first_token=part.first_token,
+        num_tokens=part.num_tokens,
+        checksum=part.checksum,
+        payload=payload,
+    )
+
+
+def credit_reply(num_bytes: int) -> bytes:
+    """Return the receiver's message that grants credit."""
+    return kv_pb2.PushReply(credit_bytes=num_bytes).SerializeToString()
+
+
+def end_reply(error: TransferError | None) -> bytes:
+    """Return the receiver's last message: everything arrived, or what ended the transfer."""
+    if error is None:
+        return kv_pb2.PushReply(complete=True).SerializeToString()
+    return kv_pb2.PushReply(error=type(error).__name__, detail=str(error)).SerializeToString()
+
+
+def read_reply(data: bytes, *, address: str) -> int | None:
+    """Return the credit that a receiver's message grants; None if it says that everything arrived.
+
+    Raises:
+        TransferError: It says what ended the transfer, or cannot be read.
+    """
+    try:
+        reply = kv_pb2.PushReply.FromString(data)
+    except DecodeError as error:
+        raise TransferDamaged(f"{address}: {error}") from None
+    if reply.error:
+        raise error_named(reply.error, f"{address}: {reply.detail}")
+    return None if reply.complete else reply.credit_bytes
