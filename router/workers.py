@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
 from router.config import Fallback, RouterConfig
+from router.fit import check_fit, check_ranks
 from router.guard import Guard
 from router.policy import Snapshot, WorkerView
 from twinpool.core.clock import Clock
-from twinpool.core.errors import ConfigError, LayoutMismatch, WorkerLost
-from twinpool.core.layout import KVLayout
+from twinpool.core.errors import ConfigError, WorkerLost
 from twinpool.core.ports import DecodePort, PrefillPort, Role, WorkerInfo, WorkerLoad, WorkerPort
 from twinpool.core.tasks import OwnedTasks
 
@@ -212,7 +212,7 @@ class WorkerPool:
 
         Raises:
             LayoutMismatch: It does not fit the workers that are there; the message names the setting.
-            ConfigError: A later life of the same worker is there already.
+            ConfigError: A later life of the same worker is there already, or it does not name its ranks.
         """
         old = self._handles.get(info.worker_id)
         if old is not None and old.info.generation >= info.generation:
@@ -220,6 +220,7 @@ class WorkerPool:
                 f"worker {info.worker_id}",
                 f"generation {info.generation} is not later than the one here, {old.info.generation}",
             )
+        check_ranks(info)
         for other in self._handles.values():
             if other is not old:
                 check_fit(other.info, info)
@@ -391,24 +392,3 @@ class WorkerPool:
     def _tell(self) -> None:
         for listener in list(self._listeners):
             listener()
-
-
-def check_fit(there: WorkerInfo, new: WorkerInfo) -> None:
-    """Check that two workers can serve one model together.
-
-    Raises:
-        LayoutMismatch: They differ in a setting that must be equal; the first such setting is named.
-    """
-    for name, old_value, new_value in _settings(there, new):
-        if old_value != new_value:
-            raise LayoutMismatch(
-                f"{name}: {there.worker_id} stores {old_value}, {new.worker_id} stores {new_value}"
-            )
-
-
-def _settings(there: WorkerInfo, new: WorkerInfo) -> Iterable[tuple[str, object, object]]:
-    yield "model", there.model, new.model
-    for each in fields(KVLayout):
-        yield each.name, getattr(there.layout, each.name), getattr(new.layout, each.name)
-    for name in sorted({*there.fingerprint, *new.fingerprint}):
-        yield name, there.fingerprint.get(name, "nothing"), new.fingerprint.get(name, "nothing")

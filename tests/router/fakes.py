@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from router.config import RouterConfig
 from router.router import Router
@@ -275,9 +276,9 @@ class World:
         )
         self.router = Router(self.config, pool=self.pool, clock=self.clock)
 
-    def join(self, role: Role, *, number: int = 0, generation: int = 1, **sizes: int) -> FakeWorker:
+    def join(self, role: Role, *, number: int = 0, generation: int = 1, **said: Any) -> FakeWorker:
         """Add a worker that is ready at once."""
-        info = worker_info(role, number=number, generation=generation, **sizes)
+        info = worker_info(role, number=number, generation=generation, **said)
         worker = FakeWorker(self, info)
         previous = self.workers.get(info.worker_id)
         self.workers[info.worker_id] = worker

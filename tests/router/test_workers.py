@@ -10,7 +10,7 @@ import pytest
 from router.config import Fallback
 from router.guard import Guard
 from tests.router.fakes import World, disaggregated, fast_config, running, worker_info
-from tests.toys import layout
+from tests.toys import layout, request
 from twinpool.core.clock import ManualClock
 from twinpool.core.errors import ConfigError, LayoutMismatch, WorkerLost
 from twinpool.core.ports import Role, WorkerLoad
@@ -46,10 +46,6 @@ def test_a_worker_is_ready_once_it_has_said_how_it_is() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"kv": layout(block_tokens=32)},
-            "block_tokens: prefill-0 stores 16, decode-1 stores 32",
-        ),
         ({"kv": layout(num_layers=3)}, "num_layers: prefill-0 stores 2, decode-1 stores 3"),
         (
             {"kv": replace(layout(), dtype="bfloat16")},
@@ -79,7 +75,7 @@ def test_when_all_have_left_the_next_one_defines_the_layout() -> None:
         world = disaggregated(num_decode=0)
         world.workers["prefill-0"].die()
         world.workers["decode-1"] = world.all_workers[0]
-        world.pool.joined(worker_info(Role.DECODE, number=1, kv=layout(block_tokens=32)))
+        world.pool.joined(worker_info(Role.DECODE, number=1, kv=layout(num_layers=3)))
         assert list(states(world)) == ["decode-1"]
 
     in_loop(check)
@@ -223,6 +219,26 @@ def test_the_largest_request_is_what_the_smallest_member_can_hold() -> None:
         assert world.pool.max_request_tokens == 256
         world.join(Role.DECODE, num_blocks=8)
         assert world.pool.max_request_tokens == 8 * 16 + 1
+        world.join(Role.DECODE, number=1, num_blocks=30, kv=layout(block_tokens=4))
+        assert world.pool.max_request_tokens == 30 * 4 + 1
+        world.join(Role.DECODE, number=2, num_blocks=3, kv=layout(block_tokens=32))
+        assert world.pool.max_request_tokens == 3 * 32 + 1
+
+    in_loop(check)
+
+
+def test_free_blocks_are_counted_in_the_blocks_of_each_worker() -> None:
+    async def check() -> None:
+        world = World()
+        for number, block_tokens in enumerate((4, 16, 32)):
+            world.join(Role.DECODE, number=number, kv=layout(block_tokens=block_tokens))
+        for handle in world.pool.handles:
+            handle.take(num_tokens=33)
+        assert [handle.free_blocks for handle in world.pool.handles] == [32 - 9, 32 - 3, 32 - 2]
+
+        snapshot = world.pool.snapshot(is_avoided=lambda _: False, is_full=lambda _: False)
+        large = request(tuple(range(93)))  # and one token more: 24 blocks, 6 or 3
+        assert [worker.has_room(large) for worker in snapshot.decode] == [False, True, True]
 
     in_loop(check)
 
