@@ -11,7 +11,7 @@ from twinpool.core.errors import ConfigError
 class EngineConfig:
     """Limits of one worker's engine; the defaults suit one 80 GB GPU and an 8B model."""
 
-    block_tokens: int = 16  # equal on all workers of one model
+    block_tokens: int = 16  # workers of one model may differ in it
     max_batch_tokens: int = 2048  # most tokens one step computes, prompts and decodes together
     max_chunk_tokens: int = (
         512  # most prompt tokens of one sequence in one step; 0 takes what the batch allows
