@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
-from kv_transfer.receiver import KVReceiver
+from kv_transfer.group import ReceiverGroup
 from twinpool.core.errors import ServingError, TransferRefused
 from twinpool.core.request import Request, TokenOutput
 from twinpool.core.tasks import OwnedTasks
@@ -29,13 +29,13 @@ class DecodeService:
 
     Args:
         loop: Runs the sequences; started and closed by the caller.
-        receiver: Takes KV in; this service sweeps its leases and owns its ``on_expired``.
+        receiver: Takes KV in; this service sweeps its leases and is told when one is over.
     """
 
-    def __init__(self, loop: EngineLoop, receiver: KVReceiver) -> None:
+    def __init__(self, loop: EngineLoop, receiver: ReceiverGroup) -> None:
         self._loop = loop
         self._receiver = receiver
-        self._receiver.on_expired = self._expire
+        self._receiver.call_on_expiry(self._expire)
         self._reservations: dict[str, _Reservation] = {}  # by transfer id, until they are over
         self._sweeping = OwnedTasks()
         self._cleaning = OwnedTasks()
@@ -48,7 +48,7 @@ class DecodeService:
     @property
     def num_transfers(self) -> int:
         """Reservations whose KV is not whole yet."""
-        return sum(self._receiver.report(name).complete_s is None for name in self._reservations)
+        return sum(not self._receiver.is_whole(name) for name in self._reservations)
 
     async def start(self) -> None:
         """Watch the leases from now on."""
@@ -61,14 +61,19 @@ class DecodeService:
             await self._end(transfer_id, reservation)
         await self._cleaning.wait()
 
-    async def reserve(self, request: Request) -> KVTicket:
+    async def reserve(self, request: Request, *, sender_id: str) -> KVTicket:
         handle = await self._loop.reserve(request)
-        ticket = self._receiver.expect(
-            request_id=request.request_id,
-            blocks=handle.blocks,
-            num_tokens=request.num_tokens,
-            timeout_s=request.timeout_s,
-        )
+        try:
+            ticket = await self._receiver.expect(
+                request_id=request.request_id,
+                sender_id=sender_id,
+                blocks=handle.blocks,
+                num_tokens=request.num_tokens,
+                timeout_s=request.timeout_s,
+            )
+        except BaseException:  # no rank expects it any more
+            await self._cleaning.finish(self._give_back(handle))
+            raise
         self._reservations[ticket.transfer_id] = _Reservation(ticket, handle)
         return ticket
 
@@ -86,8 +91,8 @@ class DecodeService:
                     yield output
         finally:
             if is_answered:  # the engine has its blocks back already
-                self._receiver.cancel(transfer_id)
                 self._reservations.pop(transfer_id, None)
+                await self._cleaning.finish(self._receiver.cancel(transfer_id))
             else:
                 await self._cleaning.finish(self._end(transfer_id, reservation))
 
@@ -121,11 +126,14 @@ class DecodeService:
 
     async def _end(self, transfer_id: str, reservation: _Reservation) -> None:
         """End a reservation in any phase.  Idempotent."""
-        self._receiver.cancel(transfer_id)
         self._reservations.pop(transfer_id, None)
+        await self._receiver.cancel(transfer_id)
+        await self._give_back(reservation.handle)
+
+    async def _give_back(self, handle: SequenceHandle) -> None:
         with suppress(ServingError):  # the engine is closed, and its blocks are gone with it
-            await self._loop.abort(reservation.handle)
-            await self._loop.drained(reservation.handle)
+            await self._loop.abort(handle)
+            await self._loop.drained(handle)
 
     def _expire(self, transfer_id: str) -> None:
         """Take the room of a ticket back whose lease is over; the receiver writes no more."""

@@ -82,6 +82,7 @@ class KVReceiver:
 
     Attributes:
         counters: Read them.
+        epoch: Of this life of the worker.
         on_expired: Set by the lender of the blocks.  Called once with the transfer id when a lease ran
             out, after which nothing is written for it; the lender takes its blocks back.
     """
@@ -99,7 +100,7 @@ class KVReceiver:
         self.on_expired: Callable[[str], None] = lambda transfer_id: None
         self._store = store
         self._clock = clock
-        self._epoch = epoch
+        self.epoch = epoch
         self._config = config
         self._rank = rank
         self._wires = _accepted_wires(store.layout, config)
@@ -148,7 +149,7 @@ class KVReceiver:
         """
         incoming = self._find(frame.transfer_id, frame.epoch)
         if incoming is None:
-            self.counters.late_frames += frame.epoch == self._epoch and frame.transfer_id in self._ended
+            self.counters.late_frames += frame.epoch == self.epoch and frame.transfer_id in self._ended
             raise TransferRefused(str(self._refusal(frame.transfer_id, frame.epoch)))
         if incoming.error is not None:
             self.counters.late_frames += 1
@@ -208,7 +209,7 @@ class KVReceiver:
         """
         incoming = self._open.get(hello.transfer_id)
         part = None if incoming is None else incoming.parts.get(hello.first_head)
-        if incoming is None or part is None or part.is_whole or hello.epoch != self._epoch:
+        if incoming is None or part is None or part.is_whole or hello.epoch != self.epoch:
             return
         if incoming.is_pending:
             self.counters.broken += 1
@@ -252,7 +253,7 @@ class KVReceiver:
 
     def _find(self, transfer_id: str, epoch: int) -> _Incoming | None:
         """Return an open transfer of this epoch; ends it first if its time is over."""
-        if epoch == self._epoch and transfer_id in self._open:
+        if epoch == self.epoch and transfer_id in self._open:
             self._expire_if_over(transfer_id, self._open[transfer_id], self._clock.now_s())
             return self._open.get(transfer_id)
         return None
@@ -260,8 +261,8 @@ class KVReceiver:
     def _refusal(self, transfer_id: str, epoch: int) -> TransferError:
         """Say why there is no such open transfer."""
         self.counters.refused += 1
-        if epoch != self._epoch:
-            return TransferRefused(f"epoch {epoch} is over, this is {self._epoch}")
+        if epoch != self.epoch:
+            return TransferRefused(f"epoch {epoch} is over, this is {self.epoch}")
         ended = self._ended.get(transfer_id)
         return TransferRefused("no such transfer is expected") if ended is None else _fresh(ended.error)
 

@@ -11,6 +11,7 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.hub import Hub
 from kv_transfer.transport import Transport
 from twinpool.core.errors import ConfigError
+from twinpool.core.tls import TLSFiles
 
 # The best first; a name that is not here is used only if it is asked for.
 PREFERENCE = ("cuda_ipc", "shm", "tcp", "grpc")
@@ -44,7 +45,9 @@ def chosen_transports(names: tuple[str, ...]) -> tuple[str, ...]:
     return names or tuple(name for name in PREFERENCE if name in transport_names() and not unavailable(name))
 
 
-def load_transport(name: str, config: TransferConfig, hub: Hub | None = None) -> Transport:
+def load_transport(
+    name: str, config: TransferConfig, hub: Hub | None = None, tls: TLSFiles | None = None
+) -> Transport:
     """Create the transport in ``kv_transfer/transports/<name>.py``.
 
     Call it on the event loop that will use the transport.
@@ -53,11 +56,12 @@ def load_transport(name: str, config: TransferConfig, hub: Hub | None = None) ->
         name: Of the file.
         config: Where to listen, and limits.
         hub: Where workers of one process find each other; None is one with nobody else in it.
+        tls: Of this process; None where peers speak in clear.
 
     Raises:
         ConfigError: There is no such file, or the transport cannot listen where it should.
     """
-    transport: Transport = _module(name).create(config, hub or Hub())
+    transport: Transport = _module(name).create(config, hub or Hub(), tls)
     return transport
 
 

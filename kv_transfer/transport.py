@@ -4,7 +4,7 @@ A transport moves bytes and nothing else.  However it moves them, each one ends 
 ``FrameSink.accept``, which proves a frame and copies it into the receiver's own blocks; no transport
 ever writes into the pool of a peer.
 
-One transport is one file in ``kv_transfer/transports`` with the functions ``create(config, hub)`` and
+One transport is one file in ``kv_transfer/transports`` with the functions ``create(config, hub, tls)`` and
 ``unavailable()``, which says why this machine cannot use it and is empty if it can; the name of the file is
 its name in the config and in ``Endpoint.transport``.
 """

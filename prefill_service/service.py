@@ -15,8 +15,7 @@ import asyncio
 import logging
 from contextlib import aclosing, suppress
 
-from kv_transfer.outgoing import OutgoingTransfer
-from kv_transfer.sender import KVSender
+from kv_transfer.group import OutgoingTransfer, SenderGroup
 from twinpool.core.errors import InvalidRequest, ServingError, TransferError
 from twinpool.core.request import Request, TokenOutput
 from twinpool.core.tasks import OwnedTasks
@@ -34,7 +33,7 @@ class PrefillService:
         sender: Sends the KV; its transfers are ended by ``close``.
     """
 
-    def __init__(self, loop: EngineLoop, sender: KVSender) -> None:
+    def __init__(self, loop: EngineLoop, sender: SenderGroup) -> None:
         self._loop = loop
         self._sender = sender
         self._tasks = OwnedTasks()
@@ -49,7 +48,7 @@ class PrefillService:
         if ticket is None:
             return await self._prefill_only(request)
         _check_ticket(ticket, request)
-        transfer = self._sender.begin(ticket, timeout_s=request.timeout_s)
+        transfer = await self._sender.begin(ticket, timeout_s=request.timeout_s)
 
         def on_written(layer: int, num_tokens: int) -> None:
             transfer.written(layer, num_tokens, handle.blocks)

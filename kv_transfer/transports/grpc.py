@@ -31,6 +31,7 @@ from kv_transfer.messages import (
 from kv_transfer.transport import FrameSink
 from twinpool.core.errors import ConfigError, TransferDamaged, TransferError, TransferTimeout
 from twinpool.core.ticket import Endpoint
+from twinpool.core.tls import TLSFiles
 
 _Context = grpc.aio.ServicerContext[bytes, bytes]
 _SERVICE, _METHOD = "twinpool.v1.KVTransfer", "Push"
@@ -246,7 +247,7 @@ def unavailable() -> str:
     return ""
 
 
-def create(config: TransferConfig, hub: Hub) -> GrpcTransport:
+def create(config: TransferConfig, hub: Hub, tls: TLSFiles | None) -> GrpcTransport:
     """Create a worker's gRPC transport and bind ``config.listen``, a ``host:port``; port 0 is any free one.
 
     It needs no hub: a peer is found by its address.

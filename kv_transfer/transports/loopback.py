@@ -17,6 +17,7 @@ from kv_transfer.intake import take_in
 from kv_transfer.transport import FrameSink
 from twinpool.core.errors import ConfigError, TransferError
 from twinpool.core.ticket import Endpoint
+from twinpool.core.tls import TLSFiles
 
 
 class LoopbackTransport:
@@ -114,7 +115,7 @@ def unavailable() -> str:
     return ""
 
 
-def create(config: TransferConfig, hub: Hub) -> LoopbackTransport:
+def create(config: TransferConfig, hub: Hub, tls: TLSFiles | None) -> LoopbackTransport:
     """Create a worker's loopback transport; ``config.listen`` is a name in ``hub``.
 
     Raises:

@@ -15,16 +15,21 @@ import pytest
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.frame import Frame
+from kv_transfer.hello import Hello
 from kv_transfer.hub import Hub
 from kv_transfer.receiver import KVReceiver
-from kv_transfer.registry import load_transport, transport_names
+from kv_transfer.registry import load_transport, transport_names, unavailable
 from tests.kv_transfer.numpy_store import NumpyStore
 from tests.kv_transfer.workers import (
     LAYOUT,
+    SECRET,
+    SENDER_ID,
     Worker,
     expect,
     frames_of,
+    hello_of,
     open_channel,
+    receiving,
     start_worker,
     two_workers,
     write_all,
@@ -37,6 +42,7 @@ from twinpool.core.errors import (
     TransferRefused,
     TransferTimeout,
 )
+from twinpool.core.payload import HostPayload
 from twinpool.core.ticket import Endpoint, KVTicket
 
 TOKENS = 42
@@ -44,7 +50,13 @@ SOURCE = tuple(range(20, 31))  # blocks on the prefill side
 TARGET = tuple(range(3, 14))  # blocks on the decode side
 STEPS = range(0, 10, 3)  # messages that got through before something happens
 
-pytestmark = pytest.mark.parametrize("name", transport_names())
+pytestmark = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.skipif(bool(unavailable(name)), reason=unavailable(name)))
+        for name in transport_names()
+    ],
+)
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -95,8 +107,8 @@ def test_bytes_arrive_equal_whatever_the_block_sizes_and_what_is_cached(
         ) as (prefill, decode):
             before = decode.store.bytes.copy()
             cached = decode.store.sequence(TARGET, num_tokens=cached_tokens)
-            ticket = expect(decode, blocks=TARGET, num_tokens=TOKENS, cached_tokens=cached_tokens)
-            transfer = prefill.sender.begin(ticket, timeout_s=PATIENCE_S)
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS, cached_tokens=cached_tokens)
+            transfer = await prefill.sending.begin(ticket, timeout_s=PATIENCE_S)
             for layer, num_tokens in parts():
                 transfer.written(layer, num_tokens, SOURCE)
                 await asyncio.sleep(0)
@@ -117,8 +129,8 @@ def test_bytes_arrive_equal_whatever_the_block_sizes_and_what_is_cached(
 def test_kv_travels_while_later_layers_are_still_computed(name: str) -> None:
     async def scenario() -> None:
         async with two_workers(name, small_messages()) as (prefill, decode):
-            ticket = expect(decode, blocks=TARGET, num_tokens=TOKENS)
-            transfer = prefill.sender.begin(ticket, timeout_s=PATIENCE_S)
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
+            transfer = await prefill.sending.begin(ticket, timeout_s=PATIENCE_S)
             due_tokens = 0
             for layer, num_tokens in parts():
                 transfer.written(layer, num_tokens, SOURCE)
@@ -135,8 +147,8 @@ def test_large_parts_are_cut_and_small_ones_share_a_message(name: str) -> None:
     async def frames_sent(message_bytes: int) -> int:
         config = TransferConfig(message_bytes=message_bytes, credit_bytes=message_bytes)
         async with two_workers(name, config) as (prefill, decode):
-            ticket = expect(decode, blocks=TARGET, num_tokens=TOKENS)
-            transfer = prefill.sender.begin(ticket, timeout_s=PATIENCE_S)
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
+            transfer = await prefill.sending.begin(ticket, timeout_s=PATIENCE_S)
             write_all(transfer, ticket, SOURCE)
             await transfer.wait()
             assert_equal(prefill, decode)
@@ -153,8 +165,8 @@ def test_large_parts_are_cut_and_small_ones_share_a_message(name: str) -> None:
 def test_nothing_to_send_is_confirmed_at_once(name: str) -> None:
     async def scenario() -> None:
         async with two_workers(name, TransferConfig()) as (prefill, decode):
-            ticket = expect(decode, blocks=TARGET, num_tokens=TOKENS, cached_tokens=TOKENS)
-            await prefill.sender.begin(ticket, timeout_s=PATIENCE_S).wait()
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS, cached_tokens=TOKENS)
+            await (await prefill.sending.begin(ticket, timeout_s=PATIENCE_S)).wait()
             await wait(decode, ticket)
 
     run(scenario())
@@ -163,7 +175,7 @@ def test_nothing_to_send_is_confirmed_at_once(name: str) -> None:
 def test_order_and_repetition_of_frames_do_not_matter(name: str) -> None:
     async def scenario() -> None:
         async with two_workers(name, TransferConfig()) as (prefill, decode):
-            ticket = expect(decode, blocks=TARGET, num_tokens=TOKENS)
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
             frames = frames_of(prefill.store, ticket, SOURCE, frame_tokens=5)
             odd = frames_of(prefill.store, ticket, SOURCE, frame_tokens=11)
             channel = await open_channel(prefill, ticket)
@@ -184,8 +196,8 @@ def test_order_and_repetition_of_frames_do_not_matter(name: str) -> None:
 def test_many_transfers_at_once_do_not_mix(name: str, num_transfers: int) -> None:
     async def scenario() -> None:
         async with two_workers(name, small_messages()) as (prefill, decode):
-            tickets = [expect(decode, blocks=(i,), num_tokens=4) for i in range(num_transfers)]
-            transfers = [prefill.sender.begin(ticket, timeout_s=PATIENCE_S) for ticket in tickets]
+            tickets = [await expect(decode, blocks=(i,), num_tokens=4) for i in range(num_transfers)]
+            transfers = [await prefill.sending.begin(ticket, timeout_s=PATIENCE_S) for ticket in tickets]
             for layer in range(LAYOUT.num_layers):
                 for i, transfer in enumerate(transfers):
                     transfer.written(layer, 4, (31 - i,))
@@ -200,7 +212,7 @@ def test_many_transfers_at_once_do_not_mix(name: str, num_transfers: int) -> Non
 
 async def sent_up_to(prefill: Worker, decode: Worker, ticket: KVTicket, num_messages: int) -> Any:
     """Begin a transfer that stops after some messages, because no more is computed."""
-    transfer = prefill.sender.begin(ticket, timeout_s=PATIENCE_S)
+    transfer = await prefill.sending.begin(ticket, timeout_s=PATIENCE_S)
     for i in range(num_messages):
         transfer.written(i % LAYOUT.num_layers, 4 * (i // LAYOUT.num_layers + 1), SOURCE)
     await eventually(lambda: decode.receiver.report(ticket.transfer_id).num_frames == num_messages)
@@ -211,7 +223,7 @@ async def sent_up_to(prefill: Worker, decode: Worker, ticket: KVTicket, num_mess
 def test_a_sender_that_gives_up_reads_no_more_and_the_receiver_learns_it(name: str, step: int) -> None:
     async def scenario() -> None:
         async with two_workers(name, small_messages()) as (prefill, decode):
-            ticket = expect(decode, blocks=TARGET, num_tokens=TOKENS)
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
             transfer = await sent_up_to(prefill, decode, ticket, step)
             write_all(transfer, ticket, SOURCE)
             if step:
@@ -241,7 +253,7 @@ def test_a_receiver_that_cancels_is_never_written_again_and_the_sender_learns_it
 ) -> None:
     async def scenario() -> None:
         async with two_workers(name, small_messages()) as (prefill, decode):
-            ticket = expect(decode, blocks=TARGET, num_tokens=TOKENS)
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
             transfer = await sent_up_to(prefill, decode, ticket, step)
             decode.receiver.cancel(ticket.transfer_id)
             store = decode.store.bytes.copy()
@@ -264,7 +276,7 @@ def test_a_sender_with_nothing_to_send_yet_learns_that_nobody_waits(name: str, r
     async def scenario() -> None:
         clock = ManualClock()
         async with two_workers(name, small_messages(), clock=clock) as (prefill, decode):
-            ticket = expect(decode, blocks=TARGET, num_tokens=TOKENS)
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
             transfer = await sent_up_to(prefill, decode, ticket, 3)
             if reason == "cancelled":
                 decode.receiver.cancel(ticket.transfer_id)
@@ -282,7 +294,7 @@ def test_a_sender_with_nothing_to_send_yet_learns_that_nobody_waits(name: str, r
 def test_a_receiver_that_dies_fails_its_senders(name: str, step: int) -> None:
     async def scenario() -> None:
         async with two_workers(name, small_messages()) as (prefill, decode):
-            ticket = expect(decode, blocks=TARGET, num_tokens=TOKENS)
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
             transfer = await sent_up_to(prefill, decode, ticket, step)
             await decode.transport.close()
             write_all(transfer, ticket, SOURCE)
@@ -298,7 +310,7 @@ def test_a_receiver_that_dies_fails_its_senders(name: str, step: int) -> None:
 def test_a_sender_that_dies_fails_its_receivers(name: str, step: int) -> None:
     async def scenario() -> None:
         async with two_workers(name, small_messages()) as (prefill, decode):
-            ticket = expect(decode, blocks=TARGET, num_tokens=TOKENS)
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
             await sent_up_to(prefill, decode, ticket, step)
             await prefill.transport.close()
 
@@ -312,12 +324,12 @@ def test_a_sender_that_dies_fails_its_receivers(name: str, step: int) -> None:
 def test_nobody_at_the_address_is_an_error_at_once(name: str) -> None:
     async def scenario() -> None:
         async with two_workers(name, TransferConfig()) as (prefill, decode):
-            ticket = expect(decode, blocks=TARGET, num_tokens=TOKENS)
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
             await decode.transport.close()
 
             started_s = time.monotonic()
             with pytest.raises(TransferError):
-                await prefill.sender.begin(ticket, timeout_s=PATIENCE_S).wait()
+                await (await prefill.sending.begin(ticket, timeout_s=PATIENCE_S)).wait()
             assert time.monotonic() - started_s < TransferConfig().connect_timeout_s
 
     run(scenario())
@@ -329,24 +341,22 @@ def test_a_restarted_receiver_refuses_old_tickets_and_takes_new_ones(name: str) 
             decode = first_life
             config = replace(prefill.config, listen=decode.transport.endpoint.address)
             for epoch in range(20, 25):
-                stale = expect(decode, blocks=TARGET, num_tokens=TOKENS)
+                stale = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
                 cut = await sent_up_to(prefill, decode, stale, 2)
                 await decode.close()
                 with pytest.raises(TransferError):
                     await cut.wait()
                 with pytest.raises(TransferError):
-                    await prefill.sender.begin(stale, timeout_s=PATIENCE_S).wait()
+                    await open_channel(prefill, stale)
 
                 decode = await start_worker(name, config, hub=prefill.hub, epoch=epoch)
                 before = decode.store.bytes.copy()
-                late = prefill.sender.begin(stale, timeout_s=PATIENCE_S)
-                write_all(late, stale, SOURCE)
                 with pytest.raises(TransferRefused, match=f"epoch {stale.epoch} is over, this is {epoch}"):
-                    await late.wait()
+                    await open_channel(prefill, replace(stale, ranks=((decode.transport.endpoint,),)))
                 assert (decode.store.bytes == before).all()
 
-                ticket = expect(decode, blocks=TARGET, num_tokens=TOKENS)
-                transfer = prefill.sender.begin(ticket, timeout_s=PATIENCE_S)
+                ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
+                transfer = await prefill.sending.begin(ticket, timeout_s=PATIENCE_S)
                 write_all(transfer, ticket, SOURCE)
                 await transfer.wait()
                 assert_equal(prefill, decode)
@@ -356,16 +366,16 @@ def test_a_restarted_receiver_refuses_old_tickets_and_takes_new_ones(name: str) 
 
 
 def flipped(frame: Frame, bit: int) -> Frame:
-    payload = bytearray(frame.payload)
+    payload = bytearray(frame.payload.views()[0])
     payload[bit // 8 % len(payload)] ^= 1 << bit % 8
-    return replace(frame, payload=memoryview(payload))
+    return replace(frame, payload=HostPayload([memoryview(payload)]))
 
 
 def test_each_damaged_payload_is_counted_and_never_taken(name: str) -> None:
     async def scenario() -> None:
         async with two_workers(name, TransferConfig()) as (prefill, decode):
             for bit in range(200):
-                ticket = expect(decode, blocks=TARGET, num_tokens=TOKENS)
+                ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
                 frames = frames_of(prefill.store, ticket, SOURCE, frame_tokens=16)
                 at = bit % len(frames)
                 channel = await open_channel(prefill, ticket)
@@ -392,7 +402,7 @@ def test_each_damaged_payload_is_counted_and_never_taken(name: str) -> None:
         {"first_token": 2**31},
         {"num_tokens": 0},
         {"num_tokens": 2**31},
-        {"payload": memoryview(b"")},
+        {"payload": HostPayload([memoryview(b"")])},
         {"checksum": 1},
     ],
     ids=str,
@@ -400,7 +410,7 @@ def test_each_damaged_payload_is_counted_and_never_taken(name: str) -> None:
 def test_a_damaged_header_ends_its_own_transfer_and_no_other(name: str, change: dict[str, Any]) -> None:
     async def scenario() -> None:
         async with two_workers(name, TransferConfig()) as (prefill, decode):
-            ticket = expect(decode, blocks=TARGET, num_tokens=TOKENS)
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
             frames = frames_of(prefill.store, ticket, SOURCE, frame_tokens=16)
             channel = await open_channel(prefill, ticket)
             with pytest.raises(TransferError):
@@ -410,8 +420,8 @@ def test_a_damaged_header_ends_its_own_transfer_and_no_other(name: str, change: 
             with pytest.raises(TransferError):
                 await wait(decode, ticket)
 
-            other = expect(decode, blocks=TARGET, num_tokens=TOKENS)
-            transfer = prefill.sender.begin(other, timeout_s=PATIENCE_S)
+            other = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
+            transfer = await prefill.sending.begin(other, timeout_s=PATIENCE_S)
             write_all(transfer, other, SOURCE)
             await transfer.wait()
             assert_equal(prefill, decode)
@@ -423,7 +433,7 @@ def test_a_missing_frame_is_never_whole(name: str) -> None:
     async def scenario() -> None:
         async with two_workers(name, TransferConfig()) as (prefill, decode):
             for missing in range(LAYOUT.num_layers * 3):
-                ticket = expect(decode, blocks=TARGET, num_tokens=TOKENS)
+                ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
                 frames = frames_of(prefill.store, ticket, SOURCE, frame_tokens=16)
                 channel = await open_channel(prefill, ticket)
                 await channel.send(frames[:missing] + frames[missing + 1 :])
@@ -439,7 +449,7 @@ def test_a_missing_frame_is_never_whole(name: str) -> None:
 def test_without_checksums_a_flipped_byte_is_seen_by_comparing_bytes(name: str) -> None:
     async def scenario() -> None:
         async with two_workers(name, TransferConfig(checksum=False)) as (prefill, decode):
-            ticket = expect(decode, blocks=TARGET, num_tokens=TOKENS)
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
             frames = frames_of(prefill.store, ticket, SOURCE, frame_tokens=16)
             channel = await open_channel(prefill, ticket)
             await channel.send([flipped(frames[0], 100), *frames[1:]])
@@ -457,7 +467,7 @@ def test_frames_after_the_lease_are_refused_and_change_nothing(name: str) -> Non
     async def scenario() -> None:
         clock = ManualClock()
         async with two_workers(name, small_messages(), clock=clock) as (prefill, decode):
-            ticket = expect(decode, blocks=TARGET, num_tokens=TOKENS)
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
             channel = await open_channel(prefill, ticket)
             frames = frames_of(prefill.store, ticket, SOURCE, frame_tokens=4)
             await channel.send(frames[:1])
@@ -485,16 +495,19 @@ class CountingSink:
         self.sent_bytes = 0
         self.most_in_flight_bytes = 0
 
+    def admit(self, hello: Hello, *, transport: str) -> None:
+        self._receiver.admit(hello, transport=transport)
+
     def accept(self, frame: Frame) -> None:
         self.most_in_flight_bytes = max(self.most_in_flight_bytes, self.sent_bytes - self.accepted_bytes)
         self.accepted_bytes += frame.payload.nbytes
         self._receiver.accept(frame)
 
-    async def wait(self, transfer_id: str, epoch: int) -> None:
-        await self._receiver.wait(transfer_id, epoch)
+    async def wait_part(self, hello: Hello) -> None:
+        await self._receiver.wait_part(hello)
 
-    def broken(self, transfer_id: str, epoch: int, error: TransferError) -> None:
-        self._receiver.broken(transfer_id, epoch, error)
+    def broken(self, hello: Hello, error: TransferError) -> None:
+        self._receiver.broken(hello, error)
 
 
 def test_no_more_is_in_flight_than_the_receiver_gave_credit_for(name: str) -> None:
@@ -502,15 +515,13 @@ def test_no_more_is_in_flight_than_the_receiver_gave_credit_for(name: str) -> No
         config, hub = small_messages(), Hub()
         transport, peer = load_transport(name, config, hub), load_transport(name, config, hub)
         source, target = NumpyStore(LAYOUT, 32).fill(1), NumpyStore(LAYOUT, 32)
-        receiver = KVReceiver(
-            target, SystemClock(), worker_id="decode", epoch=1, endpoints=[peer.endpoint], config=config
-        )
+        receiver = KVReceiver(target, SystemClock(), epoch=1, config=config)
         sink = CountingSink(receiver)
         await peer.start(sink)
-        ticket = receiver.expect(request_id="r", blocks=range(32), num_tokens=128, timeout_s=PATIENCE_S)
-        channel = await transport.open(
-            ticket.endpoints[0], transfer_id=ticket.transfer_id, epoch=1, timeout_s=PATIENCE_S
+        ticket = await receiving(receiver, LAYOUT).expect(
+            request_id="r", sender_id=SENDER_ID, blocks=range(32), num_tokens=128, timeout_s=PATIENCE_S
         )
+        channel = await transport.open(peer.endpoint, hello_of(ticket), timeout_s=PATIENCE_S)
         for frame in frames_of(source, ticket, range(32), frame_tokens=4):
             await channel.send([frame])
             sink.sent_bytes += frame.payload.nbytes
@@ -528,8 +539,8 @@ def test_no_more_is_in_flight_than_the_receiver_gave_credit_for(name: str) -> No
 def test_a_transfer_that_is_never_computed_ends_at_its_deadline(name: str) -> None:
     async def scenario() -> None:
         async with two_workers(name, TransferConfig()) as (prefill, decode):
-            ticket = expect(decode, blocks=TARGET, num_tokens=TOKENS)
-            transfer = prefill.sender.begin(ticket, timeout_s=0.2)
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
+            transfer = await prefill.sending.begin(ticket, timeout_s=0.2)
 
             with pytest.raises(TransferTimeout, match="the KV was not computed in time"):
                 await transfer.wait()
@@ -540,10 +551,10 @@ def test_a_transfer_that_is_never_computed_ends_at_its_deadline(name: str) -> No
 def test_workers_without_a_common_transport_are_told_so(name: str) -> None:
     async def scenario() -> None:
         async with two_workers(name, TransferConfig()) as (prefill, decode):
-            ticket = expect(decode, blocks=TARGET, num_tokens=TOKENS)
-            foreign = replace(ticket, endpoints=(Endpoint("carrier_pigeon", "loft"),))
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
+            foreign = replace(ticket, ranks=((Endpoint("carrier_pigeon", "loft"),),)).signed(SECRET)
 
             with pytest.raises(TransferError, match=f"decode has carrier_pigeon, this worker {name}"):
-                prefill.sender.begin(foreign, timeout_s=PATIENCE_S)
+                await prefill.sending.begin(foreign, timeout_s=PATIENCE_S)
 
     run(scenario())
