@@ -10,11 +10,12 @@ import pytest
 from kv_transfer.config import TransferConfig
 from kv_transfer.receiver import KVReceiver
 from tests.kv_transfer.numpy_store import NumpyStore
-from tests.kv_transfer.workers import LAYOUT, frames_of
+from tests.kv_transfer.workers import LAYOUT, SECRET, expected_by, frames_of, hello_of
 from tests.patience import eventually
 from twinpool.core.clock import ManualClock
 from twinpool.core.errors import TransferDamaged, TransferError, TransferRefused, TransferTimeout
-from twinpool.core.ticket import Endpoint, KVTicket, TransferReport
+from twinpool.core.payload import HostPayload
+from twinpool.core.ticket import KVTicket, TransferReport
 
 LEASE_S = 30.0
 SOURCE = NumpyStore(LAYOUT, 8).fill(seed=1)
@@ -34,19 +35,22 @@ class Receiving:
         self.receiver = KVReceiver(
             self.store,
             self.clock,
-            worker_id="decode",
             epoch=3,
-            endpoints=[Endpoint("loopback", "worker-0")],
             config=TransferConfig(lease_s=LEASE_S),
         )
-        self.receiver.on_expired = self.expired.append
-        self.ticket = self.receiver.expect(
-            request_id="r0",
+        self.ticket = expected_by(
+            self.receiver,
+            LAYOUT,
+            lease_s=LEASE_S,
             blocks=BLOCKS,
             num_tokens=NUM_TOKENS,
             cached_tokens=cached_tokens,
             timeout_s=timeout_s,
         )
+        self.receiver.on_expired = self.expired.append
+        self.hello = hello_of(self.ticket)
+        if cached_tokens < NUM_TOKENS:
+            self.receiver.admit(self.hello, transport="loopback")
         self.frames = frames_of(SOURCE, self.ticket, SOURCE_BLOCKS, frame_tokens=4)
 
     @property
@@ -71,11 +75,16 @@ def test_a_ticket_says_where_and_how_much() -> None:
         epoch=3,
         request_id="r0",
         worker_id="decode",
-        endpoints=(Endpoint("loopback", "worker-0"),),
+        sender_id="prefill",
+        ranks=((),),
+        layout=LAYOUT,
         num_tokens=NUM_TOKENS,
         cached_tokens=4,
         lease_s=LEASE_S,
+        expires_unix_s=receiving.ticket.expires_unix_s,
+        signature=receiving.ticket.signature,
     )
+    assert receiving.ticket.is_signed_by(SECRET)
     assert len(bytes.fromhex(receiving.ticket.transfer_id)) == 16
 
 
@@ -97,6 +106,7 @@ def test_a_whole_transfer_is_reported_with_its_bytes_and_times() -> None:
         first_frame_s=0.5,
         complete_s=4.5,
         resumed_s=6.5,
+        transport="loopback",
     )
     assert receiving.receiver.cancel(receiving.ticket.transfer_id) == report
     assert receiving.receiver.num_open == 0
@@ -150,7 +160,7 @@ def test_overlapping_frames_of_other_sizes_complete_the_same_bytes() -> None:
         {"num_tokens": -4},
         {"num_tokens": 3},
         {"num_tokens": 2**31},
-        {"payload": memoryview(b"")},
+        {"payload": HostPayload([memoryview(b"")])},
     ],
     ids=str,
 )
@@ -158,7 +168,7 @@ def test_a_frame_that_does_not_fit_is_damaged_and_touches_nothing(change: dict[s
     receiving = Receiving(cached_tokens=4)
     frame = replace(receiving.frames[0], **change)
     if min(frame.layer, frame.first_token, frame.num_tokens) >= 0:
-        frame = replace(frame, checksum=frame.true_checksum())
+        frame = frame.sealed()
 
     with pytest.raises(TransferDamaged, match=r"do not fit into 3 layers of tokens 4 to 10, 64 bytes each"):
         receiving.receiver.accept(frame)
@@ -171,10 +181,10 @@ def test_each_flipped_bit_is_a_checksum_failure_and_touches_nothing() -> None:
     receiving = Receiving()
     frame = receiving.frames[0]
     for bit in range(200):
-        payload = bytearray(frame.payload)
+        payload = bytearray(frame.payload.views()[0])
         payload[bit % len(payload)] ^= 1 << (bit % 8)
         with pytest.raises(TransferDamaged, match="layer 0, token 0: wrong checksum"):
-            receiving.receiver.accept(replace(frame, payload=memoryview(payload)))
+            receiving.receiver.accept(replace(frame, payload=HostPayload([memoryview(payload)])))
 
     assert receiving.receiver.counters.checksum_failures == 200
     assert receiving.is_untouched
@@ -281,9 +291,7 @@ async def _error_of_wait(receiving: Receiving, *, while_waiting: str) -> Transfe
             receiving.clock.advance(LEASE_S)
             receiving.receiver.sweep()
         case "broken":
-            receiving.receiver.broken(
-                receiving.ticket.transfer_id, receiving.ticket.epoch, TransferError("the sender is gone")
-            )
+            receiving.receiver.broken(receiving.hello, TransferError("the sender is gone"))
         case "whole then cancel":
             receiving.accept_all()
             receiving.receiver.cancel(receiving.ticket.transfer_id)
@@ -319,7 +327,7 @@ def test_who_comes_after_the_end_learns_why_it_ended() -> None:
 
 def test_a_broken_transfer_takes_no_more_frames_and_keeps_its_room_until_released() -> None:
     receiving = Receiving()
-    receiving.receiver.broken(receiving.ticket.transfer_id, receiving.ticket.epoch, TransferError("gone"))
+    receiving.receiver.broken(receiving.hello, TransferError("gone"))
 
     with pytest.raises(TransferRefused, match="the transfer has failed: gone"):
         receiving.receiver.accept(receiving.frames[0])
@@ -332,7 +340,7 @@ def test_a_whole_transfer_cannot_break() -> None:
     receiving = Receiving()
     receiving.accept_all()
 
-    receiving.receiver.broken(receiving.ticket.transfer_id, receiving.ticket.epoch, TransferError("gone"))
+    receiving.receiver.broken(receiving.hello, TransferError("gone"))
 
     asyncio.run(receiving.receiver.wait(receiving.ticket.transfer_id, receiving.ticket.epoch))
 

@@ -17,10 +17,12 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.frame import Frame
 from kv_transfer.receiver import KVReceiver
 from tests.kv_transfer.numpy_store import NumpyStore
-from tests.kv_transfer.workers import frames_of, sealed
+from tests.kv_transfer.workers import expected_by, frames_of, hello_of, sealed
 from tests.toys import layout
 from twinpool.core.clock import ManualClock
 from twinpool.core.errors import TransferDamaged, TransferError, TransferRefused
+from twinpool.core.payload import HostPayload
+from twinpool.core.ports import KVRange
 from twinpool.core.ticket import KVTicket
 
 LAYOUT = layout(num_layers=2, num_kv_heads=1, head_dim=1, block_tokens=2)
@@ -114,9 +116,7 @@ class Schedule:
         self.receiver = KVReceiver(
             self.store,
             self.clock,
-            worker_id="decode",
             epoch=self.epoch,
-            endpoints=[],
             config=TransferConfig(lease_s=LEASE_S),
         )
         self.receiver.on_expired = self.on_expired
@@ -128,13 +128,16 @@ class Schedule:
         blocks = [self.free.pop(self.rng.randrange(len(self.free))) for _ in range(num_blocks)]
         num_tokens = self.rng.randint(2 * num_blocks - 1, 2 * num_blocks)
         cached_tokens = self.rng.choice([0, 0, 0, self.rng.randint(0, num_tokens)])
-        ticket = self.receiver.expect(
-            request_id="r",
+        ticket = expected_by(
+            self.receiver,
+            LAYOUT,
             blocks=blocks,
             num_tokens=num_tokens,
             cached_tokens=cached_tokens,
             timeout_s=TIMEOUT_S,
         )
+        if cached_tokens < num_tokens:
+            self.receiver.admit(hello_of(ticket), transport="none")
         source = self.rng.choice(SOURCES)
         frames = [
             frame
@@ -164,13 +167,14 @@ class Schedule:
             return
         transfer.arrived |= tokens
         transfer.progress_s = self.clock.now_s()
-        self.model.write(
-            frame.payload,
+        part = KVRange(
             layer=frame.layer,
             blocks=transfer.blocks,
             first_token=frame.first_token,
             num_tokens=frame.num_tokens,
+            heads=frame.heads,
         )
+        self.model.write(frame.payload, part, wire=LAYOUT.dtype)
         if transfer.is_whole:
             self.seen.add("whole")
 
@@ -179,11 +183,11 @@ class Schedule:
         if frame is None:
             return
         self.seen.add("damaged frame")
-        payload = bytearray(frame.payload)
+        payload = bytearray(frame.payload.views()[0])
         payload[self.rng.randrange(len(payload))] ^= 1 << self.rng.randrange(8)
         change = self.rng.choice(
             [
-                {"payload": memoryview(payload)},
+                {"payload": HostPayload([memoryview(payload)])},
                 {"layer": frame.layer ^ 1},
                 {"first_token": frame.first_token + 1},
                 {"first_token": frame.first_token - 1},
@@ -211,7 +215,7 @@ class Schedule:
         if frame is not None:
             stale = replace(frame, epoch=self.epoch + self.rng.choice([-1, 1]))
             with pytest.raises(TransferRefused):
-                self.receiver.accept(replace(stale, checksum=stale.true_checksum()))
+                self.receiver.accept(stale.sealed())
 
     def cancel(self) -> None:
         transfer = self.any_transfer()
@@ -231,7 +235,7 @@ class Schedule:
     def broken(self) -> None:
         transfer = self.any_transfer()
         if transfer is not None:
-            self.receiver.broken(transfer.ticket.transfer_id, transfer.ticket.epoch, TransferError("gone"))
+            self.receiver.broken(hello_of(transfer.ticket), TransferError("gone"))
             transfer.is_broken |= transfer.is_open and not transfer.is_whole
 
     def wait_a_little(self) -> None:

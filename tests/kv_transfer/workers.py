@@ -100,6 +100,33 @@ def receiving(
     return ReceiverGroup(receiver, identity, secret=SECRET, lease_s=lease_s)
 
 
+def expected_by(
+    receiver: KVReceiver,
+    layout: KVLayout,
+    *,
+    blocks: Sequence[int],
+    num_tokens: int,
+    cached_tokens: int = 0,
+    timeout_s: float,
+    lease_s: float = 30.0,
+) -> KVTicket:
+    """Expect a transfer at a receiver that has no transport; no loop is needed."""
+    waiting = receiving(receiver, layout, lease_s=lease_s).expect(
+        request_id="r0",
+        sender_id=SENDER_ID,
+        blocks=blocks,
+        num_tokens=num_tokens,
+        cached_tokens=cached_tokens,
+        timeout_s=timeout_s,
+    )
+    try:
+        waiting.send(None)
+    except StopIteration as returned:
+        ticket: KVTicket = returned.value
+        return ticket
+    raise AssertionError("one rank has nobody to wait for")
+
+
 @asynccontextmanager
 async def two_workers(
     transport_name: str,
