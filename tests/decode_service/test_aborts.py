@@ -13,6 +13,7 @@ from tests.decode_service.toy_worker import ToyWorker, adds_up, pair
 from tests.engine.fake_runner import expected_output
 from tests.patience import eventually
 from tests.toys import request
+from tests.trust import ROUTER, worker_door
 from twinpool.core.clock import SystemClock
 from twinpool.core.errors import NoFreeBlocks, ServingError
 from twinpool.core.ports import DecodePort, PrefillPort
@@ -23,7 +24,7 @@ from twinpool.rpc.server import WorkerServer
 
 async def answer(prefill: PrefillPort, decode: DecodePort, asked: Request) -> list[int]:
     """Serve one request as the router would."""
-    ticket = await decode.reserve(asked)
+    ticket = await decode.reserve(asked, sender_id="prefill")
     try:
         first = await prefill.prefill(asked, ticket)
         got = [first.token_id]
@@ -38,9 +39,11 @@ async def answer(prefill: PrefillPort, decode: DecodePort, asked: Request) -> li
 @asynccontextmanager
 async def over_grpc(worker: ToyWorker) -> AsyncIterator[tuple[PrefillClient, DecodeClient]]:
     """Serve a worker on a free port."""
-    server = WorkerServer(prefill=worker.prefill, decode=worker.decode, worker=worker.control)
+    server = WorkerServer(
+        prefill=worker.prefill, decode=worker.decode, worker=worker.control, door=worker_door(worker_id="w0")
+    )
     await server.start()
-    channel = WorkerChannel(server.address, "w0")
+    channel = WorkerChannel(server.address, "w0", trust=ROUTER)
     try:
         yield PrefillClient(channel), DecodeClient(channel, SystemClock())
     finally:
@@ -107,7 +110,7 @@ def test_a_released_ticket_in_mid_transfer_spoils_no_later_request() -> None:
             num_cut = 0
             for number in range(12):
                 asked = request(tuple(range(number, 60)), request_id=f"r{number}")
-                ticket = await decode.decode.reserve(asked)
+                ticket = await decode.decode.reserve(asked, sender_id="prefill")
                 calling = asyncio.ensure_future(prefill.prefill.prefill(asked, ticket))
                 await asyncio.sleep(0.001 * number)
                 await decode.decode.release(ticket)

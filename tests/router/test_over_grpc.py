@@ -12,6 +12,7 @@ from router.router import Router
 from router.workers import WorkerPool
 from tests.router.fakes import FakeWorker, World, answer, fast_config, worker_info
 from tests.toys import request
+from tests.trust import ROUTER, WORKER, registry_door, worker_door
 from twinpool.core.ports import Role
 from twinpool.rpc.join import join
 from twinpool.rpc.registry import RegistryConfig, RegistryServer
@@ -38,9 +39,9 @@ class Served:
 async def served(roles: list[tuple[Role, int]]) -> AsyncIterator[tuple[World, dict[str, Served]]]:
     """A world whose router reaches its workers over gRPC."""
     world = World(fast_config(heartbeat_s=0.05, lost_after_s=2.0))
-    world.pool = WorkerPool(world.config, clock=world.clock, connect=connect_over_grpc(world.clock))
+    world.pool = WorkerPool(world.config, clock=world.clock, connect=connect_over_grpc(world.clock, ROUTER))
     world.router = Router(world.config, pool=world.pool, clock=world.clock)
-    registry = RegistryServer(world.pool, config=RegistryConfig(heartbeat_s=0.05))
+    registry = RegistryServer(world.pool, door=registry_door(), config=RegistryConfig(heartbeat_s=0.05))
     await registry.start()
     await world.pool.start()
     all_served: dict[str, Served] = {}
@@ -53,12 +54,12 @@ async def served(roles: list[tuple[Role, int]]) -> AsyncIterator[tuple[World, di
     world.pool.subscribe(on_change)
     for role, number in roles:
         worker = FakeWorker(world, worker_info(role, number=number))
-        server = WorkerServer(prefill=worker, decode=worker, worker=worker)
+        server = WorkerServer(prefill=worker, decode=worker, worker=worker, door=worker_door())
         await server.start()
         worker.info = replace(worker.info, address=server.address)
         world.workers[worker.info.worker_id] = worker
         world.all_workers.append(worker)
-        joining = asyncio.create_task(join(registry.address, worker.info, worker.load))
+        joining = asyncio.create_task(join(registry.address, worker.info, worker.load, trust=WORKER))
         all_served[worker.info.worker_id] = Served(worker, server, joining)
     try:
         async with asyncio.timeout(10.0):

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from tests.rpc.words import AUDIT, TICKET
+from tests.trust import ROUTER, worker_door
 from twinpool.core.clock import SystemClock
 from twinpool.core.errors import LayoutMismatch
 from twinpool.core.ports import WorkerAudit, WorkerInfo, WorkerLoad
@@ -125,9 +126,9 @@ class Served:
 async def served() -> AsyncIterator[Served]:
     """Serve a fake worker on a free port."""
     worker = FakeWorker()
-    server = WorkerServer(prefill=worker, decode=worker, worker=worker)
+    server = WorkerServer(prefill=worker, decode=worker, worker=worker, door=worker_door())
     await server.start()
-    channel = WorkerChannel(server.address, "decode-0")
+    channel = WorkerChannel(server.address, "decode-0", trust=ROUTER)
     try:
         yield Served(worker, server, channel)
     finally:

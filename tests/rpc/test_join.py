@@ -16,6 +16,7 @@ import pytest
 from tests.patience import eventually
 from tests.rpc.fakes import FakeMembers
 from tests.rpc.words import INFO, LOAD
+from tests.trust import WORKER, registry_door
 from twinpool.core.errors import ConfigError, LayoutMismatch
 from twinpool.core.ports import WorkerInfo, WorkerLoad
 from twinpool.pb import registry_pb2, registry_pb2_grpc
@@ -29,7 +30,7 @@ EAGER = JoinConfig(first_pause_s=0.05, max_pause_s=0.2)
 
 @asynccontextmanager
 async def registry(members: FakeMembers, *, port: int = 0) -> AsyncIterator[RegistryServer]:
-    server = RegistryServer(members, port=port, config=QUICK)
+    server = RegistryServer(members, door=registry_door(), port=port, config=QUICK)
     await server.start()
     try:
         yield server
@@ -39,7 +40,9 @@ async def registry(members: FakeMembers, *, port: int = 0) -> AsyncIterator[Regi
 
 @contextmanager
 def joining(address: str, info: WorkerInfo = INFO) -> Iterator[asyncio.Task[None]]:
-    task: asyncio.Task[None] = asyncio.ensure_future(join(address, info, lambda: LOAD, config=EAGER))
+    task: asyncio.Task[None] = asyncio.ensure_future(
+        join(address, info, lambda: LOAD, trust=WORKER, config=EAGER)
+    )
     try:
         yield task
     finally:
@@ -64,7 +67,13 @@ def test_each_heartbeat_carries_the_load_of_its_moment() -> None:
         members, loads = FakeMembers(), iter(range(1_000_000))
         async with registry(members) as server:
             task = asyncio.ensure_future(
-                join(server.address, INFO, lambda: WorkerLoad(running=next(loads)), config=EAGER)
+                join(
+                    server.address,
+                    INFO,
+                    lambda: WorkerLoad(running=next(loads)),
+                    trust=WORKER,
+                    config=EAGER,
+                )
             )
             await eventually(lambda: len(members.loads) >= 4)
             task.cancel()
@@ -90,7 +99,7 @@ def test_a_worker_that_does_not_fit_is_told_why_and_does_not_come_back() -> None
         members.refuse = True
         async with registry(members) as server:
             with pytest.raises(LayoutMismatch, match="head_dim: 4 here, 8 there"):
-                await join(server.address, INFO, lambda: LOAD, config=EAGER)
+                await join(server.address, INFO, lambda: LOAD, trust=WORKER, config=EAGER)
         assert members.log == []
 
     asyncio.run(run())
@@ -141,7 +150,9 @@ def test_an_older_life_cannot_replace_a_newer_one() -> None:
             with joining(server.address):
                 await eventually(lambda: len(members.loads) >= 1)
                 with pytest.raises(ConfigError, match="decode-0 has joined again since, with generation 7"):
-                    await join(server.address, replace(INFO, generation=6), lambda: LOAD, config=EAGER)
+                    await join(
+                        server.address, replace(INFO, generation=6), lambda: LOAD, trust=WORKER, config=EAGER
+                    )
                 assert members.log == [("joined", "decode-0", 7)]
 
     asyncio.run(run())
@@ -153,7 +164,13 @@ def test_there_is_an_end_to_how_many_join() -> None:
         async with registry(members) as server:
             tasks = [
                 asyncio.ensure_future(
-                    join(server.address, replace(INFO, worker_id=f"w{i}"), lambda: LOAD, config=EAGER)
+                    join(
+                        server.address,
+                        replace(INFO, worker_id=f"w{i}"),
+                        lambda: LOAD,
+                        trust=WORKER,
+                        config=EAGER,
+                    )
                 )
                 for i in range(4)
             ]
@@ -216,9 +233,10 @@ def test_a_load_that_is_nonsense_ends_the_stay_of_its_worker_alone() -> None:
 JOINING_PROCESS = """
 import asyncio, sys
 from tests.rpc.words import INFO, LOAD
+from tests.trust import WORKER
 from twinpool.rpc.join import join
 
-asyncio.run(join(sys.argv[1], INFO, lambda: LOAD))
+asyncio.run(join(sys.argv[1], INFO, lambda: LOAD, trust=WORKER))
 """
 
 

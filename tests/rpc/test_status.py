@@ -18,6 +18,7 @@ ERRORS = [
     ServingError("odd"),
     errors.ConfigError("engine.block_tokens", "0 is less than 1"),
     errors.ModelError("--model", "no such folder"),
+    errors.Untrusted("security.secret_file", "no token"),
     errors.InvalidRequest("top_p", "2.0 is more than 1"),
     errors.InvalidRequest(None, "not an object"),
     errors.PromptTooLong(needed_tokens=300, limit_tokens=256),

@@ -20,6 +20,7 @@ from tests.patience import eventually
 from tests.rpc.fakes import CALLS, LAST, FakeWorker, Served, served
 from tests.rpc.words import AUDIT, LOAD, TICKET
 from tests.toys import request
+from tests.trust import ROUTER, worker_door
 from twinpool.core.clock import SystemClock
 from twinpool.core.errors import (
     ConfigError,
@@ -363,7 +364,7 @@ def test_a_worker_that_is_not_there_is_lost_at_once() -> None:
     async def run() -> None:
         async with served() as s:
             address = s.server.address
-        channel = WorkerChannel(address, "decode-9")
+        channel = WorkerChannel(address, "decode-9", trust=ROUTER)
         client = DecodeClient(channel, SystemClock())
         started = asyncio.get_running_loop().time()
         with pytest.raises(WorkerLost) as caught:
@@ -404,12 +405,13 @@ def test_closing_the_channel_ends_its_calls_as_lost(call: Call) -> None:
 WORKER_PROCESS = """
 import asyncio
 from tests.rpc.fakes import FakeWorker
+from tests.trust import worker_door
 from twinpool.rpc.server import WorkerServer
 
 async def main():
     worker = FakeWorker()
     worker.held.add("generate")
-    server = WorkerServer(prefill=worker, decode=worker, worker=worker)
+    server = WorkerServer(prefill=worker, decode=worker, worker=worker, door=worker_door())
     await server.start()
     print(server.address, flush=True)
     await asyncio.Event().wait()
@@ -427,7 +429,7 @@ def test_a_worker_killed_or_frozen_in_mid_stream_is_lost_soon(how: signal.Signal
         try:
             assert process.stdout is not None
             address = (await process.stdout.readline()).decode().strip()
-            channel = WorkerChannel(address, "decode-0")
+            channel = WorkerChannel(address, "decode-0", trust=ROUTER)
             client = DecodeClient(channel, SystemClock())
             got = []
             with pytest.raises(WorkerLost) as caught:
@@ -519,7 +521,9 @@ def test_a_port_that_is_taken_is_an_error_at_the_start() -> None:
         async with served() as s:
             worker = FakeWorker()
             with pytest.raises(ConfigError, match=f"127.0.0.1:{s.server.port} cannot be listened on"):
-                WorkerServer(prefill=worker, decode=worker, worker=worker, port=s.server.port)
+                WorkerServer(
+                    prefill=worker, decode=worker, worker=worker, door=worker_door(), port=s.server.port
+                )
 
     asyncio.run(run())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from kv_transfer.config import TransferConfig
@@ -15,6 +16,7 @@ from router.config import RouterConfig
 from router.http.config import HTTPConfig
 from twinpool.core.errors import ConfigError
 from twinpool.core.ports import Role
+from twinpool.core.security import SecurityConfig
 from twinpool.core.units import parse_bytes
 from twinpool.engine.config import EngineConfig
 
@@ -88,6 +90,24 @@ class TimeoutsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentSecurityConfig(SecurityConfig):
+    """As above for a router, and for the workers that it starts."""
+
+    worker_tls_cert: Path | None = None  # of those workers, on every machine that runs one
+    worker_tls_key: Path | None = None
+
+    def of_workers(self) -> SecurityConfig:
+        """Return what those workers are told; relative paths are of the present folder."""
+        return SecurityConfig(
+            secret_file=_absolute(self.secret_file),
+            tls_cert=_absolute(self.worker_tls_cert),
+            tls_key=_absolute(self.worker_tls_key),
+            tls_ca=_absolute(self.tls_ca),
+            insecure=self.insecure,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """What every worker of a deployment loads, and how."""
 
@@ -122,6 +142,7 @@ class DeploymentConfig(ModelConfig):
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     timeouts: TimeoutsConfig = TimeoutsConfig()
+    security: DeploymentSecurityConfig = DeploymentSecurityConfig()
 
     def resources(self, role: Role) -> Mapping[str, float]:
         """Return what Ray sets aside for one worker of ``role``, without zeros."""
@@ -149,6 +170,8 @@ class WorkerConfig(ModelConfig):
     supervisor_pid: int | None = None  # while this process lives, the worker ends with its parent
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    secret: str = field(default="", repr=False)  # in hex, from whoever starts the worker; "": of secret_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,3 +186,7 @@ class DeploymentSpec:
     def is_local(self) -> bool:
         """Whether Ray is started for this deployment, on this machine."""
         return self.config.ray_address is None
+
+
+def _absolute(path: Path | None) -> Path | None:
+    return None if path is None else path.absolute()

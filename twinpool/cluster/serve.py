@@ -32,11 +32,16 @@ from twinpool.checkpoints.resolve import resolve_model, served_name
 from twinpool.cluster.agent_process import AgentProcess
 from twinpool.cluster.config import DeploymentConfig, DeploymentSpec, PoolsConfig, WorkerConfig
 from twinpool.cluster.pools import WorkerReport
+from twinpool.cluster.trust import secret_for_workers, server_trust
 from twinpool.core.clock import SystemClock
 from twinpool.core.config import unbind
 from twinpool.core.errors import ConfigError, InvalidRequest, ModelError, NoWorkers, Unavailable, WorkerLost
 from twinpool.core.ports import Role
+from twinpool.core.security import Trust
+from twinpool.core.tls import Party
+from twinpool.rpc.door import Door
 from twinpool.rpc.registry import RegistryConfig, RegistryServer
+from twinpool.rpc.token import REGISTRY
 from twinpool.text.chat import ChatTemplate
 from twinpool.text.tokenizer import Tokenizer
 
@@ -63,18 +68,22 @@ def serve(config: DeploymentConfig, *, say: Say, on_ready: Callable[[str], None]
     """
     signal.signal(signal.SIGTERM, _interrupt)
     try:
+        trust = server_trust(config)
         check_reachable(config)
         check_free(config.http.host, config.http.port)
         folder = resolve_model(config.model, progress=say)
         model = load_served_model(folder, config)
     except KeyboardInterrupt:
         return 0
-    return asyncio.run(_Server(config, folder, model, say).run(on_ready))
+    return asyncio.run(_Server(config, trust, folder, model, say).run(on_ready))
 
 
 class _Server:
-    def __init__(self, config: DeploymentConfig, folder: Path, model: ServedModel, say: Say) -> None:
+    def __init__(
+        self, config: DeploymentConfig, trust: Trust, folder: Path, model: ServedModel, say: Say
+    ) -> None:
         self._config = config
+        self._trust = trust
         self._folder = folder
         self._model = model
         self._say = say
@@ -112,11 +121,12 @@ class _Server:
         pool = WorkerPool(
             config,
             clock=clock,
-            connect=connect_over_grpc(clock),
+            connect=connect_over_grpc(clock, self._trust),
             needs_prefill=not self._config.pools.colocated.workers,
         )
         registry = RegistryServer(
             pool,
+            door=Door(self._trust, callers=Party.WORKER, audience=REGISTRY),
             host=self._config.join_host,
             port=self._config.join_port,
             config=RegistryConfig(heartbeat_s=config.heartbeat_s),
@@ -134,7 +144,13 @@ class _Server:
         if self._config.without_ray:
             yield None
             return
-        spec = deployment_spec(self._config, folder=self._folder, name=self._model.name, join=join_address)
+        spec = deployment_spec(
+            self._config,
+            folder=self._folder,
+            name=self._model.name,
+            join=join_address,
+            secret=secret_for_workers(self._config, self._trust),
+        )
         agent = AgentProcess(spec, say=self._say)
         await agent.start()
         try:
@@ -212,7 +228,9 @@ class _Server:
             await asyncio.gather(working, stopping, return_exceptions=True)
 
 
-def deployment_spec(config: DeploymentConfig, *, folder: Path, name: str, join: str) -> DeploymentSpec:
+def deployment_spec(
+    config: DeploymentConfig, *, folder: Path, name: str, join: str, secret: str = ""
+) -> DeploymentSpec:
     """Return what the processes of a deployment are told; the API key stays here.
 
     Args:
@@ -220,11 +238,13 @@ def deployment_spec(config: DeploymentConfig, *, folder: Path, name: str, join: 
         folder: Of the model.
         name: What clients call the model.
         join: HOST:PORT of the router.
+        secret: For the workers, in hex; empty if they read it from a file or need none.
     """
+    worker = _worker_config(config, folder=folder, name=name, join=join)
     return DeploymentSpec(
         name=f"twinpool-{secrets.token_hex(4)}",
         config=replace(config, http=replace(config.http, api_key=None)),
-        worker=_worker_config(config, folder=folder, name=name, join=join),
+        worker=replace(worker, secret=secret),
     )
 
 
@@ -248,6 +268,7 @@ def _worker_config(config: DeploymentConfig, *, folder: Path, name: str, join: s
         hung_s=config.timeouts.hung_s,
         engine=config.engine,
         transfer=config.transfer,
+        security=config.security.of_workers(),
     )
 
 

@@ -17,7 +17,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -32,9 +32,12 @@ from kv_transfer.sender import KVSender
 from prefill_service.service import PrefillService
 from twinpool.cluster.child import threads_of
 from twinpool.cluster.config import WorkerConfig
+from twinpool.cluster.trust import worker_trust
 from twinpool.core.clock import Clock, SystemClock
 from twinpool.core.errors import ServingError
 from twinpool.core.ports import WorkerInfo, WorkerLoad
+from twinpool.core.security import Trust
+from twinpool.core.tls import Party
 from twinpool.core.units import parse_bytes
 from twinpool.engine.engine import Engine, EngineLimits
 from twinpool.engine.kv_cache import KVCache
@@ -43,6 +46,7 @@ from twinpool.engine.loop import EngineLoop
 from twinpool.engine.memory import default_budget_bytes, num_blocks_for
 from twinpool.engine.runner import TorchRunner
 from twinpool.engine.worker import WorkerService
+from twinpool.rpc.door import Door
 from twinpool.rpc.join import join
 from twinpool.rpc.server import WorkerServer
 
@@ -68,20 +72,23 @@ def run_worker(
     Raises:
         ServingError: It cannot start, the router does not take it, or its engine died of a bug.
     """
+    trust = worker_trust(config)
     torch.set_num_threads(threads_of(config))
     report("progress", f"loading {config.model_name}")
     loaded = load_model(Path(config.model), device=config.device, dtype=config.dtype)
-    return asyncio.run(_Life(config, report, watch).run(loaded))
+    return asyncio.run(_Life(config, trust, report, watch).run(loaded))
 
 
 class _Life:
     def __init__(
         self,
         config: WorkerConfig,
+        trust: Trust,
         report: Report,
         watch: Callable[[Callable[[], None]], None] | None,
     ) -> None:
         self._config = config
+        self._trust = trust
         self._report = report
         self._watch = watch
         self._clock: Clock = SystemClock()
@@ -98,7 +105,9 @@ class _Life:
         async with self._running(loaded) as (info, engine, service):
             self._report("progress", f"joining {self._config.join}")
             self._heard_s = self._clock.now_s()
-            joining = asyncio.create_task(join(self._config.join, info, lambda: self._heartbeat(service)))
+            joining = asyncio.create_task(
+                join(self._config.join, info, lambda: self._heartbeat(service), trust=self._trust)
+            )
             failing = asyncio.create_task(engine.failed())
             endings = {
                 joining,
@@ -200,16 +209,22 @@ class _Life:
             stack.push_async_callback(prefill.close)
             await decode.start()
             stack.push_async_callback(decode.close)
+            door = Door(self._trust, callers=Party.ROUTER, audience=config.worker_id)
             service = WorkerService(
                 engine,
                 worker_id=config.worker_id,
                 role=config.role,
                 num_tickets=lambda: decode.num_tickets,
                 num_transfers=lambda: prefill.num_transfers + decode.num_transfers,
-                counters=lambda: _counters(sender, receiver),
+                counters=lambda: _counters(sender, receiver) | {"refused_calls": door.num_refused},
             )
             server = WorkerServer(
-                prefill=prefill, decode=decode, worker=service, host=config.host, port=config.port
+                prefill=prefill,
+                decode=decode,
+                worker=service,
+                door=door,
+                host=config.host,
+                port=config.port,
             )
             await server.start()
             stack.push_async_callback(server.stop, grace_s=_STOP_GRACE_S)
@@ -242,7 +257,7 @@ def _make_cache(loaded: LoadedModel, config: WorkerConfig) -> KVCache:
     return KVCache(layout, num_blocks_for(layout, budget_bytes), config.device)
 
 
-def _counters(sender: KVSender, receiver: KVReceiver) -> Mapping[str, int]:
+def _counters(sender: KVSender, receiver: KVReceiver) -> dict[str, int]:
     sent = {f"kv_sent_{name}": value for name, value in asdict(sender.counters).items()}
     received = {f"kv_received_{name}": value for name, value in asdict(receiver.counters).items()}
     return sent | received

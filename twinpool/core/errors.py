@@ -2,7 +2,8 @@
 
     ServingError
     |-- ConfigError            a deployment that cannot work; raised at start-up only
-    |   `-- ModelError         a checkpoint that cannot be found, read or run
+    |   |-- ModelError         a checkpoint that cannot be found, read or run
+    |   `-- Untrusted          a peer that did not prove who it is
     |-- InvalidRequest         the caller's mistake; never retried
     |   `-- PromptTooLong
     |-- Unavailable            not here or not now; the router may try elsewhere
@@ -55,6 +56,15 @@ class ConfigError(ServingError):
 
 class ModelError(ConfigError):
     """A checkpoint that cannot be found, read or run."""
+
+
+class Untrusted(ConfigError):
+    """A peer did not prove who it is: another secret, another certificate, or none.
+
+    The field is the setting in which the two sides differ.  Another worker may hold the right one.
+    """
+
+    retryable = True
 
 
 class InvalidRequest(ServingError):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
-import stat
 from pathlib import Path
 
 from twinpool.core.errors import ConfigError
+from twinpool.core.files import read_private_file
 
 _LEAST_BYTES = 16
 _MOST_BYTES = 4096
@@ -40,16 +39,10 @@ class Secret:
         """Read one; white space around it does not count.
 
         Raises:
-            ConfigError: The file cannot be read, is readable by others than its owner and group, or is too short.
+            ConfigError: The file cannot be read, is readable by others than its owner and group, or is too
+                short or too long.
         """
-        try:
-            with path.open("rb") as file:
-                mode = os.fstat(file.fileno()).st_mode
-                key = file.read(_MOST_BYTES + 1).strip()
-        except OSError as error:
-            raise ConfigError("security.secret_file", f"{path} cannot be read: {error.strerror}") from error
-        if mode & stat.S_IROTH:
-            raise ConfigError("security.secret_file", f"{path} can be read by everybody (chmod o-r)")
+        key = read_private_file("security.secret_file", path).strip()
         if not _LEAST_BYTES <= len(key) <= _MOST_BYTES:
             raise ConfigError(
                 "security.secret_file",

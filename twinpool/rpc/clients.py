@@ -27,10 +27,13 @@ from twinpool.core.errors import (
 )
 from twinpool.core.ports import WorkerAudit, WorkerLoad
 from twinpool.core.request import Request, TokenOutput
+from twinpool.core.security import Trust
 from twinpool.core.tasks import OwnedTasks
 from twinpool.core.ticket import KVTicket, TransferReport
+from twinpool.core.tls import Party
 from twinpool.pb import worker_pb2, worker_pb2_grpc
 from twinpool.rpc import codec
+from twinpool.rpc.channel import TrustedChannel
 from twinpool.rpc.limits import MAX_ANSWER_BYTES, MAX_REQUEST_BYTES, channel_options
 from twinpool.rpc.status import error_of
 
@@ -47,13 +50,17 @@ class WorkerChannel:
 
     Args:
         address: Of the worker's gRPC server.
-        worker_id: Named in the errors.
+        worker_id: Who must be there; named in the errors.
+        trust: Of this process.
     """
 
-    def __init__(self, address: str, worker_id: str) -> None:
+    def __init__(self, address: str, worker_id: str, *, trust: Trust) -> None:
         self.worker_id = worker_id
-        self.grpc = grpc.aio.insecure_channel(
+        self.grpc = TrustedChannel(
             address,
+            trust=trust,
+            to=Party.WORKER,
+            audience=worker_id,
             options=channel_options(max_receive_bytes=MAX_ANSWER_BYTES, max_send_bytes=MAX_REQUEST_BYTES),
         )
         self.tasks = OwnedTasks()  # of the clients; ended with the channel
@@ -61,7 +68,7 @@ class WorkerChannel:
     async def close(self) -> None:
         """End every call at once: whoever waits for one gets WorkerLost."""
         await self.tasks.close()
-        await self.grpc.close(grace=None)
+        await self.grpc.close()
 
     @contextmanager
     def control_errors(self) -> Iterator[None]:

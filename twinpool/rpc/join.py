@@ -24,11 +24,15 @@ from twinpool.core.errors import (
     WorkerLost,
 )
 from twinpool.core.ports import WorkerInfo, WorkerLoad
+from twinpool.core.security import Trust
+from twinpool.core.tls import Party
 from twinpool.pb import registry_pb2, registry_pb2_grpc
 from twinpool.rpc import codec
+from twinpool.rpc.channel import TrustedChannel
 from twinpool.rpc.limits import MAX_JOIN_BYTES, channel_options
 from twinpool.rpc.serving import EOF
 from twinpool.rpc.status import error_of
+from twinpool.rpc.token import REGISTRY
 
 MIN_HEARTBEAT_S, MAX_HEARTBEAT_S = 0.05, 60.0  # whatever a router asks for
 
@@ -54,6 +58,7 @@ async def join(
     info: WorkerInfo,
     load: Callable[[], WorkerLoad],
     *,
+    trust: Trust,
     config: JoinConfig | None = None,
 ) -> NoReturn:
     """Stay joined to the router until cancelled, which is the leaving.
@@ -62,18 +67,19 @@ async def join(
         router_address: Of the router's registry, ``host:port``.
         info: Sent at each joining.
         load: Called for each heartbeat.
+        trust: Of this process.
         config: How patient to be.
 
     Raises:
         LayoutMismatch: The worker does not fit the others.
-        ConfigError: The router cannot use it, or a newer life of the same worker has joined.
+        ConfigError: The router cannot use it or does not trust it, or a newer life of it has joined.
         InvalidRequest: The router cannot read ``info``.
     """
     config = config or JoinConfig()
     pause_s = config.first_pause_s
     while True:
         try:
-            reason = await _stay(router_address, info, load, config)
+            reason = await _stay(router_address, info, load, trust, config)
             pause_s = config.first_pause_s
         except _REFUSALS:
             raise
@@ -85,7 +91,7 @@ async def join(
 
 
 async def _stay(
-    router_address: str, info: WorkerInfo, load: Callable[[], WorkerLoad], config: JoinConfig
+    router_address: str, info: WorkerInfo, load: Callable[[], WorkerLoad], trust: Trust, config: JoinConfig
 ) -> str:
     """Join once, send loads, and return why the stay ended.
 
@@ -93,7 +99,9 @@ async def _stay(
         ServingError: The router was not reached or did not take the worker in, or a refusal ended the stay.
     """
     options = channel_options(max_receive_bytes=MAX_JOIN_BYTES, max_send_bytes=MAX_JOIN_BYTES)
-    async with grpc.aio.insecure_channel(router_address, options=options) as channel:
+    async with TrustedChannel(
+        router_address, trust=trust, to=Party.ROUTER, audience=REGISTRY, options=options
+    ) as channel:
         call = registry_pb2_grpc.RegistryStub(channel).Join()  # type: ignore[no-untyped-call]
         try:
             with _errors():

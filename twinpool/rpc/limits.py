@@ -17,6 +17,7 @@ MAX_JOIN_BYTES = 2**20  # a worker's info or load
 KEEPALIVE_S = 2.0  # a silent connection is asked for a sign of life so often
 KEEPALIVE_TIMEOUT_S = 4.0  # and is given up without one
 CONNECT_TIMEOUT_S = 3.0
+HANDSHAKE_TIMEOUT_S = 5.0  # a connection that has not said what it is by then is closed
 MAX_RECONNECT_S = 1.0  # longest pause between two attempts to connect
 
 Options = tuple[tuple[str, int], ...]
@@ -29,6 +30,7 @@ def server_options(*, max_receive_bytes: int, max_send_bytes: int) -> Options:
     """
     return (
         ("grpc.so_reuseport", 0),
+        ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_TIMEOUT_S * 1000)),
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_send_message_length", max_send_bytes),
         # Peers ask for a sign of life at KEEPALIVE_S also when nothing runs; that is no offence.

@@ -16,6 +16,7 @@ from twinpool.core.errors import ConfigError, InvalidRequest, ServingError, Unav
 from twinpool.core.ports import WorkerInfo, WorkerLoad
 from twinpool.pb import registry_pb2, registry_pb2_grpc
 from twinpool.rpc import codec
+from twinpool.rpc.door import Door
 from twinpool.rpc.limits import MAX_JOIN_BYTES, server_options
 from twinpool.rpc.serving import EOF, Context, bind, join_address, one_call
 
@@ -63,6 +64,7 @@ class RegistryServer:
 
     Args:
         members: Told what happens.
+        door: Lets workers in.
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
         config: Limits.
@@ -72,17 +74,19 @@ class RegistryServer:
         self,
         members: Members,
         *,
+        door: Door,
         host: str = "127.0.0.1",
         port: int = 0,
         config: RegistryConfig | None = None,
     ) -> None:
         self._server = grpc.aio.server(
-            options=server_options(max_receive_bytes=MAX_JOIN_BYTES, max_send_bytes=MAX_JOIN_BYTES)
+            interceptors=[door],
+            options=server_options(max_receive_bytes=MAX_JOIN_BYTES, max_send_bytes=MAX_JOIN_BYTES),
         )
         self._registry = _Registry(members, config or RegistryConfig())
         registry_pb2_grpc.add_RegistryServicer_to_server(self._registry, self._server)  # type: ignore[no-untyped-call]
         self._host = host
-        self.port = bind(self._server, host, port)
+        self.port = bind(self._server, host, port, door.trust)
 
     @property
     def address(self) -> str:

@@ -19,6 +19,7 @@ from twinpool.core.ports import DecodePort, PrefillPort, WorkerPort
 from twinpool.core.request import TokenOutput
 from twinpool.pb import types_pb2, worker_pb2, worker_pb2_grpc
 from twinpool.rpc import codec
+from twinpool.rpc.door import Door
 from twinpool.rpc.limits import MAX_ANSWER_BYTES, MAX_REQUEST_BYTES, server_options
 from twinpool.rpc.serving import Context, bind, join_address, one_call
 
@@ -35,6 +36,7 @@ class WorkerServer:
         prefill: Called for Prefill.
         decode: Called for Decode.
         worker: Called for Worker, and asked for the state that the health service tells.
+        door: Lets the router in.
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
     """
@@ -45,18 +47,20 @@ class WorkerServer:
         prefill: PrefillPort,
         decode: DecodePort,
         worker: WorkerPort,
+        door: Door,
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
         self._server = grpc.aio.server(
-            options=server_options(max_receive_bytes=MAX_REQUEST_BYTES, max_send_bytes=MAX_ANSWER_BYTES)
+            interceptors=[door],
+            options=server_options(max_receive_bytes=MAX_REQUEST_BYTES, max_send_bytes=MAX_ANSWER_BYTES),
         )
         worker_pb2_grpc.add_PrefillServicer_to_server(_Prefill(prefill), self._server)  # type: ignore[no-untyped-call]
         worker_pb2_grpc.add_DecodeServicer_to_server(_Decode(decode), self._server)  # type: ignore[no-untyped-call]
         worker_pb2_grpc.add_WorkerServicer_to_server(_Worker(worker), self._server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(_Health(worker), self._server)
         self._host = host
-        self.port = bind(self._server, host, port)
+        self.port = bind(self._server, host, port, door.trust)
 
     @property
     def address(self) -> str:

@@ -8,9 +8,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import grpc.aio
 
 from twinpool.core.errors import ConfigError, InternalError, ServingError
+from twinpool.core.security import Trust
 from twinpool.rpc.status import abort_with
 
 EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]  # what a read gives when the peer has said all
@@ -19,15 +21,20 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _log = logging.getLogger(__name__)
 
 
-def bind(server: grpc.aio.Server, host: str, port: int) -> int:
-    """Bind ``server`` and return the port.
+def bind(server: grpc.aio.Server, host: str, port: int, trust: Trust) -> int:
+    """Bind ``server`` and return the port; with certificates it speaks TLS to those who have one themselves.
 
     Raises:
         ConfigError: The address cannot be listened on.
     """
     address = join_address(host, port)
     try:
-        return server.add_insecure_port(address)
+        if trust.tls is None:
+            return server.add_insecure_port(address)
+        credentials = grpc.ssl_server_credentials(
+            [(trust.tls.key, trust.tls.cert)], root_certificates=trust.tls.ca, require_client_auth=True
+        )
+        return server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise ConfigError("--port", f"{address} cannot be listened on: {error}") from error
 

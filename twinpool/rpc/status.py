@@ -7,6 +7,7 @@ evaluated: the class name picks a row of the table, and the row builds the error
     class               code                  who acts
     InvalidRequest      INVALID_ARGUMENT      the caller
     ConfigError         FAILED_PRECONDITION   the operator
+    Untrusted           UNAUTHENTICATED       the operator
     Unavailable         UNAVAILABLE or        the router, elsewhere or later
                         RESOURCE_EXHAUSTED
     TransferError       ABORTED, DATA_LOSS    the router, by prefilling again
@@ -83,9 +84,9 @@ def _with_retry(code: grpc.StatusCode, kind: type[errors.Unavailable]) -> Status
     )
 
 
-def _with_setting(kind: type[errors.ConfigError]) -> StatusRow:
+def _with_setting(code: grpc.StatusCode, kind: type[errors.ConfigError]) -> StatusRow:
     return StatusRow(
-        grpc.StatusCode.FAILED_PRECONDITION,
+        code,
         ("field", "problem"),
         lambda f: kind(f.text("field"), f.text("problem")),
     )
@@ -93,8 +94,9 @@ def _with_setting(kind: type[errors.ConfigError]) -> StatusRow:
 
 STATUS_TABLE: dict[type[ServingError], StatusRow] = {
     ServingError: _with_message(grpc.StatusCode.INTERNAL, ServingError),
-    errors.ConfigError: _with_setting(errors.ConfigError),
-    errors.ModelError: _with_setting(errors.ModelError),
+    errors.ConfigError: _with_setting(grpc.StatusCode.FAILED_PRECONDITION, errors.ConfigError),
+    errors.ModelError: _with_setting(grpc.StatusCode.FAILED_PRECONDITION, errors.ModelError),
+    errors.Untrusted: _with_setting(grpc.StatusCode.UNAUTHENTICATED, errors.Untrusted),
     errors.InvalidRequest: StatusRow(
         grpc.StatusCode.INVALID_ARGUMENT,
         ("param", "problem"),
