@@ -37,6 +37,7 @@ ERRORS = [
     errors.DeadlineExceeded("late"),
     errors.RequestCancelled("gone"),
     errors.InternalError("a bug"),
+    errors.RankLost("rank 1 is gone"),
 ]
 
 

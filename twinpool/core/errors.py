@@ -20,6 +20,7 @@
     |-- DeadlineExceeded       the request's own time is over
     |-- RequestCancelled       the client left, or the router gave the request up
     `-- InternalError          a bug of ours that ended one request
+        `-- RankLost           one of a worker's ranks died or failed; the worker ends with all its ranks
 
 A class says who must act; its fields say what happened.  ``rpc/status.py`` is the one
 table from these classes to gRPC codes and ``router/http/errors.py`` the one to HTTP.
@@ -183,3 +184,7 @@ class RequestCancelled(ServingError):
 
 class InternalError(ServingError):
     """A bug of ours ended this request, and only this one."""
+
+
+class RankLost(InternalError):
+    """A rank of this worker is gone, or failed in the middle of a step: no rank can go on without it."""

@@ -133,6 +133,7 @@ STATUS_TABLE: dict[type[ServingError], StatusRow] = {
     DeadlineExceeded: _with_message(grpc.StatusCode.DEADLINE_EXCEEDED, DeadlineExceeded),
     errors.RequestCancelled: _with_message(grpc.StatusCode.CANCELLED, errors.RequestCancelled),
     InternalError: _with_message(grpc.StatusCode.INTERNAL, InternalError),
+    errors.RankLost: _with_message(grpc.StatusCode.INTERNAL, errors.RankLost),
 }
 
 _CLASS_NAMES = {kind.__name__: kind for kind in STATUS_TABLE}
@@ -157,17 +158,24 @@ def status_of(error: ServingError) -> tuple[grpc.StatusCode, str, tuple[tuple[st
     return row.code, _short(str(error)), ((ERROR_KEY, payload),)
 
 
-def error_of(call_error: grpc.aio.AioRpcError, *, worker_id: str) -> ServingError:
+def error_of(
+    call_error: grpc.aio.AioRpcError, *, worker_id: str, explain: Callable[[str], str] = str
+) -> ServingError:
     """Return the error that ended a call.
 
     With our metadata it is the error the peer raised, class and fields.  Without, nobody on the other
     side got to say anything: a connection that broke, could not be made or was closed is a lost worker.
+
+    Args:
+        call_error: What gRPC raised.
+        worker_id: Who was called.
+        explain: Adds to gRPC's words what they mean.
     """
     sent = _error_in(call_error.trailing_metadata() or ())
     if sent is not None:
         return sent
     code = call_error.code()
-    detail = _short(call_error.details() or code.name)
+    detail = _short(explain(call_error.details() or code.name))
     if code in _LOST_CODES:
         return WorkerLost(worker_id, detail)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
