@@ -13,10 +13,10 @@ from pathlib import Path
 
 from decode_service.service import DecodeService
 from kv_transfer.config import TransferConfig
+from kv_transfer.ends import RankIdentity, start_ends
+from kv_transfer.group import Identity, ReceiverGroup, SenderGroup
 from kv_transfer.hub import Hub
 from kv_transfer.receiver import KVReceiver
-from kv_transfer.registry import load_transport
-from kv_transfer.sender import KVSender
 from prefill_service.service import PrefillService
 from router.config import RouterConfig
 from router.router import Router
@@ -24,6 +24,7 @@ from router.workers import WorkerPool, WorkerPorts
 from twinpool.core.clock import SystemClock
 from twinpool.core.ports import Role, WorkerInfo
 from twinpool.core.request import Request, TokenOutput
+from twinpool.core.secret import Secret
 from twinpool.core.timeline import RequestTimeline
 from twinpool.engine.config import EngineConfig
 from twinpool.engine.engine import Engine, EngineLimits
@@ -33,6 +34,7 @@ from twinpool.engine.loop import EngineLoop
 from twinpool.engine.runner import TorchRunner
 from twinpool.engine.worker import WorkerService
 
+SECRET = Secret(b"known to every worker of the tests")
 PATIENCE_S = 60.0  # far more than anything here takes; only a hang gets there
 
 
@@ -176,17 +178,16 @@ async def _start(
         eos_ids=frozenset(spec.eos_ids),
     )
     loop = EngineLoop(Engine(TorchRunner(loaded, cache), config=engine, limits=limits, clock=clock), clock)
-    transport = load_transport(transport_name, transfer, hub)
-    receiver = KVReceiver(
-        cache, clock, worker_id=worker_id, epoch=1, endpoints=[transport.endpoint], config=transfer
-    )
-    await transport.start(receiver)
-    stack.push_async_callback(transport.close)
+    rank = RankIdentity(worker_id=worker_id, epoch=1, secret=SECRET)
+    ends = await start_ends(cache, clock, transfer, rank, names=[transport_name], hub=hub)
+    stack.push_async_callback(ends.close)
     await loop.start()
     stack.push_async_callback(loop.close)
-    prefill = PrefillService(loop, KVSender(cache, [transport], clock, transfer))
+    prefill = PrefillService(loop, SenderGroup(ends.sender))
     stack.push_async_callback(prefill.close)
-    decode = DecodeService(loop, receiver)
+    identity = Identity(worker_id=worker_id, epoch=1, layout=cache.layout, ranks=(ends.endpoints,))
+    receiving = ReceiverGroup(ends.receiver, identity, secret=SECRET, lease_s=transfer.lease_s)
+    decode = DecodeService(loop, receiving)
     await decode.start()
     stack.push_async_callback(decode.close)
     service = WorkerService(
@@ -209,10 +210,16 @@ async def _start(
         layout=cache.layout,
         num_blocks=cache.num_blocks,
         max_model_tokens=spec.max_model_tokens,
-        endpoints=(transport.endpoint,),
+        ranks=(ends.endpoints,),
     )
     return Worker(
-        info=info, cache=cache, loop=loop, receiver=receiver, prefill=prefill, decode=decode, service=service
+        info=info,
+        cache=cache,
+        loop=loop,
+        receiver=ends.receiver,
+        prefill=prefill,
+        decode=decode,
+        service=service,
     )
 
 

@@ -16,7 +16,7 @@ def test_token_bytes_equal_the_hand_formula() -> None:
     assert LLAMA_8B.token_bytes == 131_072
     assert LLAMA_8B.token_bytes * 4096 == 536_870_912
     assert SMOLLM2.token_bytes == 46_080
-    assert SMOLLM2.block_bytes == 737_280
+    assert SMOLLM2.rank_block_bytes == 737_280
     assert SMOLLM2.layer_token_bytes == 1_536
 
 

@@ -39,7 +39,7 @@ async def resume(worker: ToyWorker, ticket: KVTicket, first: TokenOutput) -> lis
 
 async def delivered(prefill: ToyWorker, decode: ToyWorker, asked: Request) -> tuple[KVTicket, TokenOutput]:
     """Reserve, prefill, and wait until the KV is whole."""
-    ticket = await decode.decode.reserve(asked)
+    ticket = await decode.decode.reserve(asked, sender_id="prefill")
     first = await prefill.prefill.prefill(asked, ticket)
     await eventually(lambda: decode.receiver.report(ticket.transfer_id).complete_s is not None)
     return ticket, first
@@ -49,7 +49,7 @@ def test_a_ticket_names_what_is_awaited_and_the_room_is_taken() -> None:
     async def run() -> None:
         async with toy_worker(PATIENT, worker_id="d7") as worker:
             asked = replace(request(PROMPT), output_ids=(1, 2))
-            ticket = await worker.decode.reserve(asked)
+            ticket = await worker.decode.reserve(asked, sender_id="prefill")
             assert (ticket.worker_id, ticket.epoch, ticket.request_id) == ("d7", 1, "r0")
             assert (ticket.num_tokens, ticket.cached_tokens, ticket.lease_s) == (11, 0, PATIENCE_S)
             audit = await worker.control.audit()
@@ -80,7 +80,7 @@ def test_release_gives_the_room_back_and_tells_what_became_of_the_ticket() -> No
 def test_release_of_an_unused_ticket_frees_its_room_at_once_and_is_idempotent() -> None:
     async def run() -> None:
         async with toy_worker(PATIENT) as worker:
-            ticket = await worker.decode.reserve(request(PROMPT))
+            ticket = await worker.decode.reserve(request(PROMPT), sender_id="prefill")
             for _ in range(3):
                 assert await worker.decode.release(ticket) == TransferReport()
                 assert await worker.is_clean()
@@ -91,7 +91,7 @@ def test_release_of_an_unused_ticket_frees_its_room_at_once_and_is_idempotent() 
 def test_releases_at_the_same_time_do_not_disturb_each_other() -> None:
     async def run() -> None:
         async with toy_worker(PATIENT) as worker:
-            ticket = await worker.decode.reserve(request(PROMPT))
+            ticket = await worker.decode.reserve(request(PROMPT), sender_id="prefill")
             await asyncio.gather(*(worker.decode.release(ticket) for _ in range(5)))
             assert await worker.is_clean()
 
@@ -101,7 +101,7 @@ def test_releases_at_the_same_time_do_not_disturb_each_other() -> None:
 def test_a_foreign_ticket_is_released_into_an_empty_report_and_touches_nothing() -> None:
     async def run() -> None:
         async with toy_worker(PATIENT) as worker:
-            ticket = await worker.decode.reserve(request(PROMPT))
+            ticket = await worker.decode.reserve(request(PROMPT), sender_id="prefill")
             for foreign in (replace(ticket, transfer_id="0" * 32), replace(ticket, epoch=2)):
                 assert await worker.decode.release(foreign) == TransferReport()
                 with pytest.raises(TransferRefused, match="is not expected here, or is over"):
@@ -148,7 +148,10 @@ def test_a_lease_that_ends_frees_the_room_without_any_traffic(is_delivered: bool
             if is_delivered:
                 ticket, first = await delivered(prefill, decode, asked)
             else:
-                ticket, first = await decode.decode.reserve(asked), TokenOutput(index=0, token_id=1)
+                ticket, first = (
+                    await decode.decode.reserve(asked, sender_id="prefill"),
+                    TokenOutput(index=0, token_id=1),
+                )
             assert not await decode.is_clean()
             assert await decode.gets_clean()
             assert decode.receiver.counters.expired == 1
@@ -161,7 +164,7 @@ def test_a_lease_that_ends_frees_the_room_without_any_traffic(is_delivered: bool
 def test_who_waits_for_kv_that_never_comes_hears_of_it_when_the_lease_ends() -> None:
     async def run() -> None:
         async with toy_worker(HASTY) as worker:
-            ticket = await worker.decode.reserve(request(PROMPT))
+            ticket = await worker.decode.reserve(request(PROMPT), sender_id="prefill")
             with pytest.raises(TransferTimeout, match=r"no progress for 0\.3 s"):
                 await resume(worker, ticket, TokenOutput(index=0, token_id=1))
             assert await worker.is_clean()
@@ -220,7 +223,10 @@ def test_a_resume_that_is_cancelled_frees_everything(is_delivered: bool) -> None
             if is_delivered:
                 ticket, first = await delivered(prefill, decode, asked)
             else:
-                ticket, first = await decode.decode.reserve(asked), TokenOutput(index=0, token_id=1)
+                ticket, first = (
+                    await decode.decode.reserve(asked, sender_id="prefill"),
+                    TokenOutput(index=0, token_id=1),
+                )
             resuming = asyncio.ensure_future(resume(decode, ticket, first))
             await eventually(lambda: decode.decode.num_tickets == 0)
             await asyncio.sleep(0.05)
@@ -253,7 +259,7 @@ def test_a_sender_that_gives_up_is_told_to_who_waits() -> None:
         async with pair() as (prefill, decode):
             prefill.brake.step_s = 0.05
             asked = request(tuple(range(60)))
-            ticket = await decode.decode.reserve(asked)
+            ticket = await decode.decode.reserve(asked, sender_id="prefill")
             sending = asyncio.ensure_future(prefill.prefill.prefill(asked, ticket))
             resuming = asyncio.ensure_future(resume(decode, ticket, TokenOutput(index=0, token_id=1)))
             await eventually(lambda: decode.receiver.counters.frames >= 1)
@@ -268,13 +274,13 @@ def test_a_sender_that_gives_up_is_told_to_who_waits() -> None:
 def test_a_reservation_that_does_not_fit_takes_nothing() -> None:
     async def run() -> None:
         async with toy_worker(PATIENT) as worker:
-            await worker.decode.reserve(request(PROMPT * 10))  # 23 of 32 blocks
+            await worker.decode.reserve(request(PROMPT * 10), sender_id="prefill")  # 23 of 32 blocks
             before = (await worker.control.audit()).blocks
             with pytest.raises(NoFreeBlocks) as caught:
-                await worker.decode.reserve(request(PROMPT * 5))
+                await worker.decode.reserve(request(PROMPT * 5), sender_id="prefill")
             assert (caught.value.needed, caught.value.free, caught.value.total) == (12, 9, 32)
             with pytest.raises(PromptTooLong):
-                await worker.decode.reserve(request(PROMPT * 15))
+                await worker.decode.reserve(request(PROMPT * 15), sender_id="prefill")
             assert (await worker.control.audit()).blocks == before
 
     asyncio.run(run())
@@ -283,7 +289,7 @@ def test_a_reservation_that_does_not_fit_takes_nothing() -> None:
 def test_a_reservation_that_is_cancelled_takes_nothing() -> None:
     async def run() -> None:
         async with toy_worker(PATIENT) as worker:
-            reserving = asyncio.ensure_future(worker.decode.reserve(request(PROMPT)))
+            reserving = asyncio.ensure_future(worker.decode.reserve(request(PROMPT), sender_id="prefill"))
             await asyncio.sleep(0)
             reserving.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -302,7 +308,7 @@ def test_a_draining_worker_reserves_nothing_but_ends_what_it_has() -> None:
             draining = asyncio.ensure_future(decode.control.drain(timeout_s=PATIENCE_S))
             await eventually(lambda: decode.control.load().draining)
             with pytest.raises(WorkerDraining):
-                await decode.decode.reserve(request(request_id="r1"))
+                await decode.decode.reserve(request(request_id="r1"), sender_id="prefill")
             assert not draining.done()
             assert [first.token_id, *await resume(decode, ticket, first)] == expected_output(asked)
             assert await draining is True
@@ -341,7 +347,7 @@ def test_closing_ends_every_reservation() -> None:
     async def run() -> None:
         async with toy_worker(PATIENT) as worker:
             for number in range(3):
-                await worker.decode.reserve(request(PROMPT, request_id=f"r{number}"))
+                await worker.decode.reserve(request(PROMPT, request_id=f"r{number}"), sender_id="prefill")
             await worker.decode.close()
             assert await worker.is_clean()
 

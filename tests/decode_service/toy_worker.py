@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -12,9 +12,10 @@ import numpy as np
 
 from decode_service.service import DecodeService
 from kv_transfer.config import TransferConfig
+from kv_transfer.ends import RankIdentity, start_ends
+from kv_transfer.group import Identity, ReceiverGroup, SenderGroup
 from kv_transfer.hub import Hub
 from kv_transfer.receiver import KVReceiver
-from kv_transfer.registry import load_transport
 from kv_transfer.sender import KVSender
 from kv_transfer.transport import Transport
 from prefill_service.service import PrefillService
@@ -22,7 +23,9 @@ from tests.engine.fake_runner import VOCAB_SIZE, FakeRunner
 from tests.patience import PATIENCE_S
 from tests.toys import layout
 from twinpool.core.clock import SystemClock
-from twinpool.core.ports import BlockCounts, Role, WorkerAudit
+from twinpool.core.payload import HostPayload
+from twinpool.core.ports import BlockCounts, KVPayload, KVRange, Role, WorkerAudit
+from twinpool.core.secret import Secret
 from twinpool.engine.config import EngineConfig
 from twinpool.engine.engine import Engine, EngineLimits
 from twinpool.engine.loop import EngineLoop
@@ -40,27 +43,27 @@ class RunnerStore:
     """
 
     layout = LAYOUT
+    heads = LAYOUT.rank_heads(0)
 
     def __init__(self, runner: FakeRunner) -> None:
         self._runner = runner
         self._received: dict[tuple[int, int], set[int]] = {}
         self._numbers = LAYOUT.layer_token_bytes // 2 // 4  # of one key or value
 
-    def read(self, *, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int) -> memoryview:
-        ids = self._runner.read(blocks, first_token + num_tokens)[first_token:]
-        part = np.asarray(ids, np.int32)[None, :, None].repeat(2, 0).repeat(self._numbers, 2)
-        return memoryview(part.tobytes())
+    def payload(self, part: KVRange, *, wire: str, on_device: bool = False) -> HostPayload:
+        ids = self._runner.read(part.blocks, part.first_token + part.num_tokens)[part.first_token :]
+        numbers = np.asarray(ids, np.int32)[None, :, None].repeat(2, 0).repeat(self._numbers, 2)
+        return HostPayload([memoryview(numbers.tobytes())])
 
-    def write(
-        self, payload: memoryview, *, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int
-    ) -> None:
-        part = np.frombuffer(payload, np.int32).reshape(2, num_tokens, self._numbers)
-        for i in range(num_tokens):
-            slot = self._runner._slot(blocks, first_token + i)
+    def write(self, payload: KVPayload, part: KVRange, *, wire: str) -> None:
+        data = b"".join(payload.views())
+        numbers = np.frombuffer(data, np.int32).reshape(2, part.num_tokens, self._numbers)
+        for i in range(part.num_tokens):
+            slot = self._runner._slot(part.blocks, part.first_token + i)
             layers = self._received.setdefault(slot, set())
-            layers.add(layer)
+            layers.add(part.layer)
             if len(layers) == LAYOUT.num_layers:
-                self._runner._slots[slot] = int(part[0, i, 0])
+                self._runner._slots[slot] = int(numbers[0, i, 0])
                 del self._received[slot]
 
 
@@ -100,8 +103,8 @@ class ToyWorker:
 
 
 def is_clean(audit: WorkerAudit) -> bool:
-    blocks = BlockCounts(total=NUM_BLOCKS, free=NUM_BLOCKS, cached=0, owned=0, draining=0)
-    return (audit.blocks, audit.tickets, audit.transfers, audit.sequences) == (blocks, 0, 0, 0)
+    held = (audit.blocks.owned, audit.blocks.draining, audit.tickets, audit.transfers, audit.sequences)
+    return adds_up(audit.blocks) and held == (0, 0, 0, 0, 0)
 
 
 def adds_up(blocks: BlockCounts) -> bool:
@@ -128,11 +131,14 @@ async def toy_worker(
     )
     loop = EngineLoop(engine, clock)
     store = RunnerStore(runner)
-    own = load_transport("loopback", config, hub)
-    receiver = KVReceiver(store, clock, worker_id=worker_id, epoch=1, endpoints=[own.endpoint], config=config)
-    await own.start(receiver)
-    sender = KVSender(store, [transport or own], clock, config)
-    prefill, decode = PrefillService(loop, sender), DecodeService(loop, receiver)
+    identity = RankIdentity(worker_id=worker_id, epoch=1)
+    ends = await start_ends(store, clock, config, identity, names=["loopback"], hub=hub)
+    receiver, sender = ends.receiver, ends.sender
+    if transport is not None:
+        sender = KVSender(store, [transport], clock, config, worker_id=worker_id, secret=Secret())
+    tickets = Identity(worker_id=worker_id, epoch=1, layout=LAYOUT, ranks=(ends.endpoints,))
+    receiving = ReceiverGroup(receiver, tickets, secret=Secret(), lease_s=config.lease_s)
+    prefill, decode = PrefillService(loop, SenderGroup(sender)), DecodeService(loop, receiving)
     control = WorkerService(
         loop,
         worker_id=worker_id,
@@ -159,7 +165,8 @@ async def toy_worker(
         await prefill.close()
         await decode.close()
         await loop.close()
-        await own.close()
+        await sender.close()
+        await ends.close()
 
 
 @asynccontextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,12 @@ import pytest
 from kv_transfer.config import TransferConfig
 from router.config import Fallback, RouterConfig
 from tests.checkpoints_toy import make_checkpoint
+from tests.kv_bytes import kv_bytes
 from tests.system import System, system
 from tests.toys import request
 from twinpool.core.errors import TransferDamaged
+from twinpool.core.payload import HostPayload
+from twinpool.core.ports import KVPayload, KVRange
 from twinpool.engine.config import EngineConfig
 from twinpool.engine.kv_cache import KVCache
 
@@ -26,27 +28,21 @@ class RememberingCache(KVCache):
     last_blocks: tuple[int, ...] = ()
     damaged_layer: int | None = None
 
-    def read(self, *, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int) -> memoryview:
-        self.last_blocks = tuple(blocks)
-        payload = bytearray(
-            super().read(layer=layer, blocks=blocks, first_token=first_token, num_tokens=num_tokens)
-        )
-        if layer == self.damaged_layer:
-            payload[len(payload) // 2] ^= 1
-        return memoryview(payload)
+    def payload(self, part: KVRange, *, wire: str, on_device: bool = False) -> KVPayload:
+        self.last_blocks = tuple(part.blocks)
+        data = bytearray().join(super().payload(part, wire=wire).views())
+        if part.layer == self.damaged_layer:
+            data[len(data) // 2] ^= 1
+        return HostPayload([memoryview(data)])
 
-    def write(
-        self, payload: memoryview, *, layer: int, blocks: Sequence[int], first_token: int, num_tokens: int
-    ) -> None:
-        self.last_blocks = tuple(blocks)
-        super().write(payload, layer=layer, blocks=blocks, first_token=first_token, num_tokens=num_tokens)
+    def write(self, payload: KVPayload, part: KVRange, *, wire: str) -> None:
+        self.last_blocks = tuple(part.blocks)
+        super().write(payload, part, wire=wire)
 
     def bytes_of(self, num_tokens: int) -> list[bytes]:
         """Return the KV of the last sequence that moved, by layer."""
         return [
-            bytes(
-                KVCache.read(self, layer=layer, blocks=self.last_blocks, first_token=0, num_tokens=num_tokens)
-            )
+            kv_bytes(self, layer=layer, blocks=self.last_blocks, num_tokens=num_tokens)
             for layer in range(self.layout.num_layers)
         ]
 

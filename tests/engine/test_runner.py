@@ -11,8 +11,11 @@ import torch
 from tests.checkpoints_toy import make_checkpoint
 from tests.engine.references import Reference
 from tests.engine.runs import Bench, Sequenced, bench
+from tests.kv_bytes import kv_bytes
 from twinpool.core.errors import ConfigError, InternalError
-from twinpool.engine import runner as runner_module
+from twinpool.core.payload import HostPayload
+from twinpool.core.ports import KVRange
+from twinpool.engine import rank_step
 from twinpool.engine.plan import BatchItem, BatchPlan
 from twinpool.engine.runner import TorchRunner
 
@@ -44,8 +47,8 @@ def test_each_layer_is_announced_in_order_with_its_kv_in_the_cache(made: Bench) 
     assert seen == [(0, True, False), (1, True, True)]
 
 
-def read(made: Bench, sequence: Sequenced, layer: int) -> memoryview:
-    return made.cache.read(layer=layer, blocks=sequence.blocks, first_token=0, num_tokens=len(PROMPT))
+def read(made: Bench, sequence: Sequenced, layer: int) -> bytes:
+    return kv_bytes(made.cache, layer=layer, blocks=sequence.blocks, num_tokens=len(PROMPT))
 
 
 def test_a_chunk_that_is_not_the_last_chooses_nothing(made: Bench) -> None:
@@ -77,8 +80,15 @@ def test_kv_moved_to_a_cache_of_another_block_size_goes_on_with_the_same_tokens(
     second = other.sequence(PROMPT, max_tokens=20)
 
     for layer in range(2):
-        payload = read(made, first, layer)
-        other.cache.write(payload, layer=layer, blocks=second.blocks, first_token=0, num_tokens=len(PROMPT))
+        payload = HostPayload([memoryview(read(made, first, layer))])
+        part = KVRange(
+            layer=layer,
+            blocks=second.blocks,
+            first_token=0,
+            num_tokens=len(PROMPT),
+            heads=other.cache.heads,
+        )
+        other.cache.write(payload, part, wire=other.cache.layout.dtype)
     second.token_ids.append(first.output_ids[0])
     second.num_computed_tokens = len(PROMPT)
     other.finish([second], chunk=1)
@@ -141,7 +151,7 @@ def test_prompt_logprobs_in_slices_equal_those_in_one_piece(
 ) -> None:
     whole_piece = made.sequence(PROMPT, num_prompt_logprobs=2)
     made.step([whole_piece], chunk=10_000)
-    monkeypatch.setattr(runner_module, "LOGITS_PER_SLICE", 262 * 5)
+    monkeypatch.setattr(rank_step, "LOGITS_PER_SLICE", 262 * 5)
 
     sliced = made.sequence(PROMPT, num_prompt_logprobs=2)
     made.step([sliced], chunk=10_000)

@@ -66,7 +66,7 @@ class StuckTransport:
 def test_a_prompt_computed_here_is_continued_there(num_tokens: int, num_sent: int) -> None:
     async def run() -> list[int]:
         async with pair() as (prefill, decode):
-            ticket = await decode.decode.reserve(asked)
+            ticket = await decode.decode.reserve(asked, sender_id="prefill")
             first = await prefill.prefill.prefill(asked, ticket)
             got = [first.token_id]
             async with aclosing(decode.decode.resume(ticket, first)) as outputs:
@@ -112,7 +112,7 @@ def test_a_first_token_that_ends_the_answer_ends_the_transfer() -> None:
     async def run() -> None:
         async with pair() as (prefill, decode):
             asked = request(LONG, stop_token_ids=(expected_output(request(LONG))[0],))
-            ticket = await decode.decode.reserve(asked)
+            ticket = await decode.decode.reserve(asked, sender_id="prefill")
             first = await prefill.prefill.prefill(asked, ticket)
             assert first.finish is FinishReason.STOP
             assert await prefill.gets_clean()
@@ -129,7 +129,7 @@ def test_a_first_token_that_ends_the_answer_ends_the_transfer() -> None:
 def test_a_ticket_of_another_request_is_refused(change: dict[str, object], problem: str) -> None:
     async def run() -> None:
         async with pair() as (prefill, decode):
-            ticket = await decode.decode.reserve(request(LONG))
+            ticket = await decode.decode.reserve(request(LONG), sender_id="prefill")
             with pytest.raises(InvalidRequest, match=f"ticket: {problem}"):
                 await prefill.prefill.prefill(request(LONG), replace(ticket, **change))  # type: ignore[arg-type]
             assert prefill.runner.plans == []
@@ -141,7 +141,7 @@ def test_a_ticket_of_another_request_is_refused(change: dict[str, object], probl
 def test_a_ticket_that_this_worker_cannot_deliver_is_refused_before_any_work() -> None:
     async def run() -> None:
         async with pair() as (prefill, decode):
-            ticket = await decode.decode.reserve(request(LONG))
+            ticket = await decode.decode.reserve(request(LONG), sender_id="prefill")
             elsewhere = replace(ticket, endpoints=(Endpoint("pigeon", "loft"),))
             with pytest.raises(TransferError, match="no transport in common"):
                 await prefill.prefill.prefill(request(LONG), elsewhere)
@@ -159,7 +159,7 @@ def test_a_prompt_that_the_engine_refuses_leaves_no_transfer(asked: Request, err
     async def run() -> None:
         async with pair() as (prefill, decode):
             ticket = replace(
-                await decode.decode.reserve(request((1, 2))),
+                await decode.decode.reserve(request((1, 2)), sender_id="prefill"),
                 request_id=asked.request_id,
                 num_tokens=asked.num_tokens,
             )
@@ -173,7 +173,7 @@ def test_a_prompt_that_the_engine_refuses_leaves_no_transfer(asked: Request, err
 def test_a_draining_worker_refuses_and_leaves_no_transfer() -> None:
     async def run() -> None:
         async with pair() as (prefill, decode):
-            ticket = await decode.decode.reserve(request(LONG))
+            ticket = await decode.decode.reserve(request(LONG), sender_id="prefill")
             assert await prefill.control.drain(timeout_s=1.0)
             with pytest.raises(WorkerDraining):
                 await prefill.prefill.prefill(request(LONG), ticket)
@@ -189,7 +189,7 @@ def test_a_call_cancelled_in_any_step_leaves_clean_books(num_steps: int) -> None
     async def run() -> None:
         async with pair() as (prefill, decode):
             prefill.brake.step_s = 0.02
-            ticket = await decode.decode.reserve(request(LONG))
+            ticket = await decode.decode.reserve(request(LONG), sender_id="prefill")
             calling = asyncio.ensure_future(prefill.prefill.prefill(request(LONG), ticket))
             await eventually(lambda: len(prefill.runner.plans) >= num_steps)
             calling.cancel()
@@ -208,7 +208,7 @@ def test_a_cancelled_call_returns_only_after_the_transfer_stopped_reading() -> N
         stuck = StuckTransport()
         async with pair(transport=stuck) as (prefill, decode):
             prefill.brake.step_s = 0.02
-            ticket = await decode.decode.reserve(request(LONG))
+            ticket = await decode.decode.reserve(request(LONG), sender_id="prefill")
             calling = asyncio.ensure_future(prefill.prefill.prefill(request(LONG), ticket))
             await eventually(lambda: stuck.reading == 1)
             calling.cancel()
@@ -227,7 +227,7 @@ def test_the_blocks_of_a_sent_prompt_stay_until_the_lease_is_over() -> None:
     async def run() -> None:
         stuck = StuckTransport()
         async with pair(TransferConfig(lease_s=0.5), transport=stuck) as (prefill, decode):
-            ticket = await decode.decode.reserve(request(LONG))
+            ticket = await decode.decode.reserve(request(LONG), sender_id="prefill")
             first = await prefill.prefill.prefill(request(LONG), ticket)
             assert first.finish is None
             audit = await prefill.control.audit()
@@ -244,7 +244,7 @@ def test_the_blocks_of_a_sent_prompt_do_not_stay_longer_than_the_request_has() -
         stuck = StuckTransport()
         async with pair(transport=stuck) as (prefill, decode):
             asked = request(LONG, timeout_s=0.5)
-            ticket = await decode.decode.reserve(asked)
+            ticket = await decode.decode.reserve(asked, sender_id="prefill")
             await prefill.prefill.prefill(asked, ticket)
             assert await prefill.gets_clean()
             assert await decode.gets_clean()
@@ -265,7 +265,7 @@ class BrokenTransport(StuckTransport):
 def test_a_bug_of_a_transport_costs_no_block() -> None:
     async def run() -> None:
         async with pair(transport=BrokenTransport()) as (prefill, decode):
-            ticket = await decode.decode.reserve(request(LONG))
+            ticket = await decode.decode.reserve(request(LONG), sender_id="prefill")
             first = await prefill.prefill.prefill(request(LONG), ticket)
             assert first.finish is None
             assert await prefill.gets_clean()
@@ -277,7 +277,7 @@ def test_a_ticket_that_ends_during_the_prompt_ends_the_prompt() -> None:
     async def run() -> None:
         async with pair() as (prefill, decode):
             prefill.brake.step_s = 0.05
-            ticket = await decode.decode.reserve(request(LONG))
+            ticket = await decode.decode.reserve(request(LONG), sender_id="prefill")
             calling = asyncio.ensure_future(prefill.prefill.prefill(request(LONG), ticket))
             await eventually(lambda: decode.receiver.counters.frames >= 1)
             await decode.decode.release(ticket)
@@ -294,7 +294,7 @@ def test_closing_ends_what_is_still_sent() -> None:
     async def run() -> None:
         stuck = StuckTransport()
         async with pair(transport=stuck) as (prefill, decode):
-            ticket = await decode.decode.reserve(request(LONG))
+            ticket = await decode.decode.reserve(request(LONG), sender_id="prefill")
             await prefill.prefill.prefill(request(LONG), ticket)
             await prefill.prefill.close()
             assert stuck.reading == 0
