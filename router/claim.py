@@ -18,6 +18,7 @@ class Claim:
         request: The attempt's request.
         prefill: Who computes the prompt; None if ``decode`` does.
         decode: Who generates; None if the first token is the whole answer.
+        recomputes: The class of the error whose failed transfer this attempt does without; "" in any other.
         on_freed: Called after room went back.
     """
 
@@ -27,13 +28,16 @@ class Claim:
         *,
         prefill: WorkerHandle | None,
         decode: WorkerHandle | None,
+        recomputes: str = "",
         on_freed: Callable[[], None],
     ) -> None:
         self.prefill = prefill
         self.decode = decode
+        self.recomputes = recomputes
         # Set when a ticket is asked for.  A task of its own: if the attempt is cancelled between
         # the worker's answer and its arrival here, the ticket is still known and released.
         self.reserving: asyncio.Future[KVTicket] | None = None
+        self.ticket: KVTicket | None = None  # room that was given, by a ticket that is right
         self.reserved_s = 0.0  # on the request's timeline
         self.asked: tuple[WorkerHandle, ...] = ()  # who is to blame if the current wait fails
         self.has_answered = False  # a token came: whatever ends the attempt now is a failure, no refusal

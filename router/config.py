@@ -15,12 +15,21 @@ class Fallback(StrEnum):
     REFUSE = "refuse"  # wait for a prefill worker, then 503
 
 
+class OnTransferFailure(StrEnum):
+    """What to do when the KV of an answer did not arrive."""
+
+    RETRY_OTHER_PAIR = "retry_other_pair"  # another attempt, by other workers if there are some
+    RECOMPUTE_ON_DECODE = "recompute_on_decode"  # another attempt, by the same decode worker alone
+    FAIL = "fail"  # no other attempt: the client is told
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """How the router queues, places, retries and judges its workers."""
 
     policy: str = "least_loaded"  # file name in router/policies
     fallback: Fallback = Fallback.LOCAL
+    on_transfer_failure: OnTransferFailure = OnTransferFailure.RETRY_OTHER_PAIR
     max_queued: int = 256  # requests that may wait for room; one more is refused at once
     prefill_depth: int = 2  # prompts at one prefill worker at a time: one runs, one is about to
     max_running_per_worker: int = 64  # answers at one decode or colocated worker at a time

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from router.workers import WorkerPool
+from twinpool.core.ticket import TransferReport
 from twinpool.core.timeline import RequestTimeline
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -48,6 +49,15 @@ class RouterMetrics:
         self._retries = Counter("twinpool_retries", "Attempts after the first", ["reason"], registry=own)
         self._fallbacks = Counter(
             "twinpool_fallbacks", "Prompts computed by a decode worker", ["reason"], registry=own
+        )
+        self._transfers = Counter(
+            "twinpool_transfers", "Transfers that arrived whole", ["transport"], registry=own
+        )
+        self._transfer_failures = Counter(
+            "twinpool_transfer_failures",
+            "Transfers that failed, and what was to follow",
+            ["policy", "reason"],
+            registry=own,
         )
         self._kv_bytes = Counter("twinpool_kv_bytes", "KV payload moved between workers", registry=own)
         self._queue_s = Histogram(
@@ -84,8 +94,13 @@ class RouterMetrics:
     def fell_back(self, reason: str) -> None:
         self._fallbacks.labels(reason).inc()
 
-    def moved(self, kv_bytes: int) -> None:
-        self._kv_bytes.inc(kv_bytes)
+    def moved(self, report: TransferReport) -> None:
+        self._kv_bytes.inc(report.kv_bytes)
+        if report.transport and report.complete_s is not None:
+            self._transfers.labels(report.transport).inc()
+
+    def transfer_failed(self, policy: str, reason: str) -> None:
+        self._transfer_failures.labels(policy, reason).inc()
 
     def first_token(self, *, after_s: float, num_prompt_tokens: int) -> None:
         self._first_token_s.observe(after_s)

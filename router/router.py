@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
 
-from router.admission import Admission, Turn
+from router.admission import Admission
 from router.audit import audit_workers
 from router.claim import Claim
 from router.config import RouterConfig
 from router.guard import Deadline, Guard, guarded_stream
+from router.journey import Journey, continue_after
 from router.log import RequestLog
 from router.metrics import RouterMetrics
+from router.own_ticket import check_ticket
 from router.policy import RoutingPolicy, load_policy
 from router.tries import Tries, is_refusal
 from router.workers import WorkerHandle, WorkerPool, WorkerState
@@ -29,6 +29,7 @@ from twinpool.core.errors import (
     NoWorkers,
     PromptTooLong,
     ServingError,
+    TransferError,
     Unavailable,
     WorkerLost,
 )
@@ -164,7 +165,10 @@ class Router:
         journey = Journey(
             timeline=timeline,
             turn=self._admission.arrive(tenant),
-            tries=Tries(max_attempts=self.config.max_attempts),
+            tries=Tries(
+                max_attempts=self.config.max_attempts,
+                on_transfer_failure=self.config.on_transfer_failure,
+            ),
             deadline=Deadline(self.clock, timeout_s=request.timeout_s),
             patience=self._patience(),
         )
@@ -186,6 +190,8 @@ class Router:
                             return
                     raise WorkerLost(claim.asked[0].worker_id, "its stream ended before the answer did")
             except ServingError as error:
+                if isinstance(error, TransferError):
+                    self._note_failed_transfer(error, claim, timeline)
                 journey.tries.failed(error, claim)
                 if not is_refusal(error, claim):
                     journey.patience = self._patience()
@@ -238,12 +244,13 @@ class Router:
             return None
         claim.asked = (decode,)
         assert claim.prefill is not None, "room is reserved for what another worker computes"
+        sender_id = claim.prefill.worker_id
         with journey.timeline.span("reserve") as span, journey.guard(decode):
-            reserving = decode.ports.decode.reserve(
-                journey.hand_over(request), sender_id=claim.prefill.worker_id
-            )
+            reserving = decode.ports.decode.reserve(journey.hand_over(request), sender_id=sender_id)
             claim.reserving = asyncio.ensure_future(reserving)
             ticket = await asyncio.shield(claim.reserving)
+        check_ticket(ticket, decode=decode.info, sender_id=sender_id, request_id=request.request_id)
+        claim.ticket = ticket
         # The worker's clock starts somewhere between the question and the answer.
         claim.reserved_s = (span.start_s + journey.timeline.now_s()) / 2
         journey.timeline.cached_tokens = ticket.cached_tokens
@@ -292,17 +299,25 @@ class Router:
         timeline.prefill_worker = None if claim.prefill is None else claim.prefill.worker_id
         timeline.decode_worker = None if claim.decode is None else claim.decode.worker_id
         if claim.path == "local" and self.pool.needs_prefill:
-            is_there = any(
-                handle.info.role is Role.PREFILL and handle.state is WorkerState.READY
-                for handle in self.pool.handles
-            )
-            reason = "prefill_failed" if is_there else "no_prefill_worker"
-            self.metrics.fell_back(reason)
-            timeline.event("fallback", reason=reason)
+            self._note_local(claim, timeline)
         return claim
 
     def _place(self, request: Request, tries: Tries) -> Claim | None:
-        """Take room where the policy says, away from the workers that failed this answer if it can be."""
+        """Take room where the policy says, away from the workers that failed this answer if it can be.
+
+        After a failed transfer it may have been decided already which worker goes on, alone.
+        """
+        if (planned := tries.recomputation) is not None:
+            worker = planned.worker
+            if not worker.view(limit=0 if tries.is_full(worker) else worker.limit).has_room(request):
+                return None
+            return Claim(
+                request,
+                prefill=None,
+                decode=worker,
+                recomputes=planned.reason,
+                on_freed=self._admission.wake,
+            )
         for is_avoided in tries.avoidances():
             snapshot = self.pool.snapshot(is_avoided=is_avoided, is_full=tries.is_full)
             placement = self._policy.choose(request, snapshot)
@@ -349,8 +364,10 @@ class Router:
             claim.close()
 
     def _record(self, report: TransferReport, claim: Claim, timeline: RequestTimeline) -> None:
-        self.metrics.moved(report.kv_bytes)
+        self.metrics.moved(report)
         timeline.kv_bytes += report.kv_bytes
+        if claim.prefill is not None and claim.decode is not None:
+            claim.decode.exchange_with(claim.prefill).ended(report)
         if report.first_frame_s is not None:
             timeline.add_span(
                 "transfer",
@@ -359,7 +376,36 @@ class Router:
                 kv_bytes=report.kv_bytes,
                 num_frames=report.num_frames,
                 cached_tokens=report.cached_tokens,
+                transport=report.transport,
             )
+
+    def _note_failed_transfer(self, error: TransferError, claim: Claim, timeline: RequestTimeline) -> None:
+        policy, reason = self.config.on_transfer_failure, type(error).__name__
+        self.metrics.transfer_failed(policy, reason)
+        timeline.event(
+            "transfer_failed",
+            reason=reason,
+            error=str(error),
+            policy=policy,
+            prefill_worker=timeline.prefill_worker,
+            decode_worker=timeline.decode_worker,
+        )
+        if claim.prefill is not None and claim.decode is not None:
+            claim.decode.exchange_with(claim.prefill).failed(reason)
+
+    def _note_local(self, claim: Claim, timeline: RequestTimeline) -> None:
+        """Count a prompt that a decode worker computes although there is to be somebody for prompts."""
+        if claim.recomputes:
+            self.metrics.fell_back("transfer_failed")
+            timeline.event("recompute", reason=claim.recomputes)
+            return
+        is_there = any(
+            handle.info.role is Role.PREFILL and handle.state is WorkerState.READY
+            for handle in self.pool.handles
+        )
+        reason = "prefill_failed" if is_there else "no_prefill_worker"
+        self.metrics.fell_back(reason)
+        timeline.event("fallback", reason=reason)
 
     def _note_retry(self, error: ServingError, timeline: RequestTimeline, *, num_sent: int) -> None:
         reason = type(error).__name__
@@ -394,33 +440,6 @@ class Router:
         if self._num_open == 0:
             self._all_ended.set()
         self.metrics.ended(timeline, first_token_s=first_token_s, num_tokens=num_tokens)
-
-
-@dataclass(slots=True, kw_only=True)
-class Journey:
-    """One answer on its way, over all its attempts."""
-
-    timeline: RequestTimeline
-    turn: Turn
-    tries: Tries
-    deadline: Deadline  # of the whole answer
-    patience: Deadline  # of the current wait for room, refusals included
-
-    def hand_over(self, request: Request) -> Request:
-        """Return ``request`` as a worker gets it now, with the time that is left."""
-        return replace(request, timeout_s=self.deadline.left_s())
-
-    def guard(self, *workers: WorkerHandle) -> Guard:
-        return Guard(*workers, timeout_s=self.deadline.left_s())
-
-
-def continue_after(request: Request, sent: list[TokenOutput], *, timeout_s: float) -> Request:
-    """Return the request of the next attempt: what was sent is part of it, and it has an id of its own."""
-    attempt = request.continued(sent, request_id=uuid.uuid4().hex, timeout_s=timeout_s)
-    if not sent:
-        return attempt
-    # The client has them; asking again would compute them for nothing and send them twice.
-    return replace(attempt, sampling=replace(attempt.sampling, num_prompt_logprobs=None))
 
 
 def check_index(output: TokenOutput, *, expected: int) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.claim import Claim
-from router.workers import WorkerHandle
+from router.config import OnTransferFailure
+from router.transfer_failure import STRATEGIES
+from router.workers import WorkerHandle, WorkerState
 from twinpool.core.errors import (
     NoFreeBlocks,
     QueueFull,
@@ -30,16 +32,27 @@ class _Mark:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """The next attempt, if it is to be without a transfer."""
+
+    worker: WorkerHandle  # computes all of it
+    reason: str  # class of the error that ended the transfer
+
+
 class Tries:
     """Bounds the attempts of one answer.
 
     Args:
         max_attempts: Attempts that may fail after a worker took them up; the last error is the client's.
+        on_transfer_failure: What follows a failed transfer.
     """
 
-    def __init__(self, *, max_attempts: int) -> None:
+    def __init__(self, *, max_attempts: int, on_transfer_failure: OnTransferFailure) -> None:
         self.num_failed = 0
         self._max_attempts = max_attempts
+        self._after_transfer = STRATEGIES[on_transfer_failure]
+        self._recomputation: Recomputation | None = None
         self._failures: dict[str, _Mark] = {}
         self._refusals: dict[str, _Mark] = {}
 
@@ -60,6 +73,7 @@ class Tries:
             for handle in claim.asked:
                 self._refusals[handle.worker_id] = _Mark(handle, handle.num_changes)
             return
+        self._recomputation = None
         if _gave_way(error, claim):  # once per life, and nobody's failure
             return
         self.num_failed += 1
@@ -67,6 +81,15 @@ class Tries:
             raise error
         for handle in suspects(error, claim):
             self._failures[handle.worker_id] = _Mark(handle, handle.num_heard)
+        if isinstance(error, TransferError):
+            worker = self._after_transfer(error, claim)
+            self._recomputation = None if worker is None else Recomputation(worker, type(error).__name__)
+
+    @property
+    def recomputation(self) -> Recomputation | None:
+        """The next attempt, if one worker is to compute all of it and still speaks."""
+        planned = self._recomputation
+        return planned if planned is not None and planned.worker.state is WorkerState.READY else None
 
     def avoidances(self) -> tuple[Callable[[WorkerHandle], bool], ...]:
         """Return which workers to leave out of the next attempt; the best choice first.
@@ -115,6 +138,6 @@ def suspects(error: ServingError, claim: Claim) -> tuple[WorkerHandle, ...]:
     if isinstance(error, WorkerLost):
         named = tuple(handle for handle in involved if handle.worker_id == error.worker_id)
         return named or claim.asked
-    if isinstance(error, TransferError):
+    if isinstance(error, TransferError) and claim.ticket is not None:
         return involved
     return claim.asked

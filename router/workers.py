@@ -13,8 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from router.config import Fallback, RouterConfig
+from router.exchange import Exchange
 from router.fit import check_fit, check_ranks
 from router.guard import Guard
 from router.policy import Snapshot, WorkerView
@@ -79,6 +81,7 @@ class WorkerHandle:
         self.num_changes = 0  # heartbeats and ended requests; a request refused here waits for the next one
         self.in_flight = 0  # requests of this router that have not ended here
         self.in_flight_tokens = 0
+        self._received: WeakKeyDictionary[WorkerHandle, Exchange] = WeakKeyDictionary()
         self._free_blocks = 0
         self._stalled_after_s = stalled_after_s
         self._guards: set[Guard] = set()
@@ -148,6 +151,19 @@ class WorkerHandle:
         self.in_flight_tokens -= num_tokens
         self.num_changes += 1
         self._free_blocks += self.info.layout.num_blocks(num_tokens)
+
+    def exchange_with(self, sender: WorkerHandle) -> Exchange:
+        """Return the book on the KV that this worker gets from ``sender``, this life of it."""
+        return self._received.setdefault(sender, Exchange())
+
+    @property
+    def exchanges(self) -> dict[str, Exchange]:
+        """The books on all senders that are there, by their ids."""
+        return {
+            sender.worker_id: exchange
+            for sender, exchange in self._received.items()
+            if sender.state is not WorkerState.LOST
+        }
 
     def view(self, *, limit: int) -> WorkerView:
         """Return what a routing policy may know of this worker."""

@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from router.config import RouterConfig
@@ -58,7 +58,8 @@ class FakeWorker:
     """All ports of one worker.
 
     ``hooks`` maps a phase (reserve, reserved, prefill, prefilled, resume, token, generate, release)
-    to what happens there; "token" runs before each token of a stream.
+    to what happens there; "token" runs before each token of a stream.  ``forged`` replaces fields
+    of its tickets, and ``tickets`` are those that were given to it.
     """
 
     def __init__(self, world: World, info: WorkerInfo) -> None:
@@ -67,6 +68,8 @@ class FakeWorker:
         self.hooks: dict[str, Hook] = {}
         self.calls: list[str] = []
         self.requests: list[Request] = []
+        self.forged: dict[str, Any] = {}
+        self.tickets: list[KVTicket] = []
         self.free_blocks = info.num_blocks
         self.reservations: dict[str, Reservation] = {}
         self.num_running = 0
@@ -102,6 +105,7 @@ class FakeWorker:
             await self._at("prefill")
             first = self._output(request, ())
             if ticket is not None:
+                self.tickets.append(ticket)
                 holder = self.world.workers[ticket.worker_id]
                 reservation = holder.reservations.get(ticket.transfer_id)
                 if reservation is None or ticket.epoch != holder.info.generation:
@@ -131,7 +135,7 @@ class FakeWorker:
         )
         self.reservations[ticket.transfer_id] = Reservation(request, num_blocks)
         await self._at("reserved")
-        return ticket
+        return replace(ticket, **self.forged)
 
     async def resume(self, ticket: KVTicket, first: TokenOutput) -> AsyncGenerator[TokenOutput, None]:
         await self._at("resume")
@@ -172,11 +176,14 @@ class FakeWorker:
         if reservation is None:
             return TransferReport()
         self.free_blocks += reservation.num_blocks
+        if not reservation.arrived.is_set():
+            return TransferReport()
         return TransferReport(
             kv_bytes=reservation.request.num_tokens * self.info.layout.token_bytes,
             num_frames=1,
             first_frame_s=0.25,
             complete_s=0.5,
+            transport=self.info.ranks[0][0].transport,
         )
 
     async def status(self) -> WorkerLoad:

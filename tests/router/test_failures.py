@@ -10,6 +10,7 @@ import pytest
 
 from router.config import Fallback
 from router.workers import WorkerState
+from tests.patience import eventually
 from tests.router.fakes import FakeWorker, World, answer, colocated, disaggregated, fast_config, running
 from tests.toys import request
 from twinpool.core.errors import (
@@ -233,6 +234,7 @@ def test_a_worker_that_failed_is_not_asked_again_before_it_spoke() -> None:
 
         worker.hooks["generate"] = refuse_connections
         asking = asyncio.create_task(world.ask(QUESTION))
+        await eventually(lambda: world.router.num_queued == 1)
         await asyncio.sleep(0.05)
         assert worker.calls == ["generate"]
         worker.hooks.clear()
