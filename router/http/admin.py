@@ -111,6 +111,17 @@ def _describe(handle: WorkerHandle) -> dict[str, object]:
         "generation": info.generation,
         "model": info.model,
         "transports": [endpoint.transport for endpoint in info.ranks[0]],
+        "ranks": [[endpoint.transport for endpoint in endpoints] for endpoints in info.ranks],
+        "dtype": info.layout.dtype,
+        "block_tokens": info.layout.block_tokens,
+        "received_from": {
+            sender_id: {
+                "transport": exchange.last_transport,
+                "transfers": exchange.transfers,
+                "failures": exchange.failures,
+            }
+            for sender_id, exchange in handle.exchanges.items()
+        },
         "running": 0 if load is None else load.running,
         "queued": 0 if load is None else load.queued,
     }

@@ -24,6 +24,7 @@ from router.http.errors import (
     error_headers,
     verdict_of,
 )
+from router.http.path_header import path_header
 from twinpool.core.errors import InternalError, ServingError
 from twinpool.core.timeline import RequestTimeline
 
@@ -103,6 +104,7 @@ class _Reply:
         self._request_id = request_id
         self._scope = scope
         self._is_started = False
+        self._error: ServingError | None = None
         # Whether the client would take the next request's bytes for a body it was never asked to send.
         self._must_close = any(name == b"expect" for name, _ in scope["headers"])
 
@@ -115,7 +117,8 @@ class _Reply:
             self._is_started = True
             headers = list(message.get("headers", []))
             headers.append((ID_HEADER, self._request_id.encode()))
-            if (path := _path_of(self._scope)) is not None:
+            timelines = self._scope.get("twinpool.timelines", ())
+            if (path := path_header(timelines, error=self._error)) is not None:
                 headers.append((PATH_HEADER, path.encode()))
             if self._must_close:
                 headers.append((b"connection", b"close"))
@@ -126,6 +129,7 @@ class _Reply:
         """Answer with ``error``; once an answer has begun it stays cut, which clients see."""
         if self._is_started:
             return
+        self._error = error
         body = error_bytes(error)
         headers = {
             "content-type": "application/json",
@@ -146,11 +150,6 @@ def _path_of_target(target: str) -> str:
     """
     origin = _ORIGIN.match(target)
     return target[origin.end() if origin else 0 :].rstrip("/") or "/"
-
-
-def _path_of(scope: Scope) -> str | None:
-    timelines: Sequence[RequestTimeline] = scope.get("twinpool.timelines", ())
-    return next((timeline.path for timeline in timelines if timeline.path is not None), None)
 
 
 def _client_id(scope: Scope) -> str | None:

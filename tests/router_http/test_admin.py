@@ -24,6 +24,10 @@ def test_workers_are_listed(site: Site) -> None:
         "generation": 1,
         "model": MODEL,
         "transports": ["shm", "grpc"],
+        "ranks": [["shm", "grpc"]],
+        "dtype": "float32",
+        "block_tokens": 16,
+        "received_from": {},
         "running": 0,
         "queued": 0,
     }
@@ -96,7 +100,7 @@ def test_what_clients_write_is_never_logged(site: Site, caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("needs_prefill", [True, False])
 def test_not_ready_says_what_is_missing(needs_prefill: bool) -> None:
-    site = Site(HTTPConfig(port=0), has_worker=False, needs_prefill=needs_prefill)
+    site = Site(HTTPConfig(port=0), workers=(), needs_prefill=needs_prefill)
     try:
         reply = site.request("GET", "/ready")
     finally:

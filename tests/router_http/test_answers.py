@@ -204,7 +204,7 @@ def test_an_error_before_the_first_token_has_a_status(site: Site) -> None:
         reply = site.post(COMPLETIONS, {"prompt": "a", "stream": stream})
         assert (reply.status, reply.json["error"]["type"]) == (500, "server_error")
         assert b"secret" not in reply.body
-        assert reply.headers["x-twinpool-path"] == "colocated"
+        assert reply.headers["x-twinpool-path"] == "colocated; failed=InternalError"
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ def test_bodies_and_headers_have_a_size(site: Site) -> None:
 
 
 def test_no_workers_is_a_503_that_says_when_to_come_back() -> None:
-    site = Site(HTTPConfig(port=0), RouterConfig(queue_timeout_s=0.05), has_worker=False)
+    site = Site(HTTPConfig(port=0), RouterConfig(queue_timeout_s=0.05), workers=())
     try:
         reply = site.post(COMPLETIONS, {"prompt": "a"})
         stream = site.post(COMPLETIONS, {"prompt": "a", "stream": True})

@@ -7,6 +7,8 @@ import http.client
 import json
 import socket
 import threading
+import time
+import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -75,7 +77,10 @@ def logprob_of(token_id: int, num: int) -> TokenLogprob:
 
 @dataclass
 class ScriptedWorker:
-    """Answers every prompt with ``script``: text, or token ids; at its end comes the end token."""
+    """Answers every prompt with ``script``: text, or token ids; at its end comes the end token.
+
+    It plays all workers of a site.
+    """
 
     script: str | Sequence[int] = "hello"
     by_seed: dict[int, str] = field(default_factory=dict)  # other scripts, by the seed of the request
@@ -83,6 +88,8 @@ class ScriptedWorker:
     delay_s: float = 0.0  # before each token
     error_at: int | None = None  # raise ``error`` instead of this token
     error: BaseException = field(default_factory=lambda: ServingError("no"))
+    prefill_errors: list[ServingError] = field(default_factory=list)  # of the next prompts sent elsewhere
+    resume_errors: list[ServingError] = field(default_factory=list)  # of the next transfers
     requests: list[Request] = field(default_factory=list)
     num_open: int = 0
     num_tokens: int = 0  # given in all
@@ -91,7 +98,7 @@ class ScriptedWorker:
         self.requests.append(request)
         self.num_open += 1
         try:
-            for index, token_id in enumerate(self._ids(request)):
+            for index, token_id in self._rest(request, len(request.output_ids)):
                 await asyncio.sleep(self.delay_s)
                 if index == self.error_at:
                     raise self.error
@@ -103,17 +110,44 @@ class ScriptedWorker:
         finally:
             self.num_open -= 1
 
-    def resume(self, ticket: KVTicket, first: TokenOutput) -> AsyncGenerator[TokenOutput, None]:
-        raise AssertionError("a colocated worker resumes nothing")
-
     async def reserve(self, request: Request, *, sender_id: str) -> KVTicket:
-        raise AssertionError("a colocated worker is asked for no room")
-
-    async def release(self, ticket: KVTicket) -> TransferReport:
-        raise AssertionError("a colocated worker has no tickets")
+        self.requests.append(request)
+        decode = DISAGGREGATED[1]
+        return KVTicket(
+            transfer_id=uuid.uuid4().hex,
+            epoch=decode.generation,
+            request_id=request.request_id,
+            worker_id=decode.worker_id,
+            sender_id=sender_id,
+            ranks=decode.ranks,
+            layout=decode.layout,
+            num_tokens=request.num_tokens,
+            cached_tokens=0,
+            lease_s=30.0,
+            expires_unix_s=time.time() + request.timeout_s,
+        )
 
     async def prefill(self, request: Request, ticket: KVTicket | None) -> TokenOutput:
-        raise AssertionError("a colocated worker is asked for no prefill")
+        if self.prefill_errors:
+            raise self.prefill_errors.pop(0)
+        ((index, token_id), *_) = self._rest(request, len(request.output_ids))
+        return _output(request, index, token_id)
+
+    async def resume(self, ticket: KVTicket, first: TokenOutput) -> AsyncGenerator[TokenOutput, None]:
+        if self.resume_errors:
+            raise self.resume_errors.pop(0)
+        (request,) = (each for each in self.requests if each.request_id == ticket.request_id)
+        for index, token_id in self._rest(request, first.index + 1):
+            yield _output(request, index, token_id)
+
+    async def release(self, ticket: KVTicket) -> TransferReport:
+        return TransferReport(
+            kv_bytes=64,
+            num_frames=1,
+            first_frame_s=0.0,
+            complete_s=0.0,
+            transport=ticket.ranks[0][0].transport,
+        )
 
     async def status(self) -> WorkerLoad:
         return WorkerLoad(free_blocks=1000)
@@ -129,6 +163,9 @@ class ScriptedWorker:
 
     async def close(self) -> None:
         pass
+
+    def _rest(self, request: Request, start: int) -> list[tuple[int, int]]:
+        return list(enumerate(self._ids(request)))[start:]
 
     def _ids(self, request: Request) -> list[int]:
         prompt = bytes(token_id for token_id in request.prompt_ids if token_id < NUM_BYTES).decode("latin-1")
@@ -199,7 +236,7 @@ class Site:
         config: Of the server; its port should be 0.
         router_config: Of the router behind it.
         needs_prefill: Whether the deployment is to have prefill workers.
-        has_worker: Whether the scripted worker has joined.
+        workers: Those that have joined; the scripted worker plays all of them.
     """
 
     def __init__(
@@ -208,14 +245,14 @@ class Site:
         router_config: RouterConfig | None = None,
         needs_prefill: bool = True,
         *,
-        has_worker: bool = True,
+        workers: Sequence[WorkerInfo] | None = None,
     ) -> None:
         self.worker = ScriptedWorker()
         self.port = 0
         self._config = config or HTTPConfig(port=0)
         self._needs_prefill = needs_prefill
         self._router_config = router_config or RouterConfig(max_running_per_worker=1000, queue_timeout_s=0.2)
-        self._has_worker = has_worker
+        self._workers = (worker_info(),) if workers is None else workers
         self._is_up = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._thread.start()
@@ -253,24 +290,35 @@ class Site:
             self._router_config, clock=clock, connect=lambda _: ports, needs_prefill=self._needs_prefill
         )
         self.router = Router(self._router_config, pool=pool, clock=clock)
-        if self._has_worker:
-            pool.joined(worker_info())
-            pool.heard("c0", 1, WorkerLoad(free_blocks=1000))
+        for info in self._workers:
+            pool.joined(info)
+        self._beat(pool)
+        beating = asyncio.create_task(self._beat_forever(pool))
         server = HTTPServer(create_app(self.router, toy_model(), self._config), self._config)
         await server.start()
         self.port = server.port
         self._is_up.set()
         await self._stop.wait()
+        beating.cancel()
         await server.stop()
         await self.router.close()
         await pool.close()
 
+    def _beat(self, pool: WorkerPool) -> None:
+        for info in self._workers:
+            pool.heard(info.worker_id, info.generation, WorkerLoad(free_blocks=1000))
 
-def worker_info() -> WorkerInfo:
+    async def _beat_forever(self, pool: WorkerPool) -> None:
+        while True:
+            await asyncio.sleep(0.02)
+            self._beat(pool)
+
+
+def worker_info(worker_id: str = "c0", role: Role = Role.COLOCATED) -> WorkerInfo:
     """What the scripted worker says of itself."""
     return WorkerInfo(
-        worker_id="c0",
-        role=Role.COLOCATED,
+        worker_id=worker_id,
+        role=role,
         address="127.0.0.1:1",
         pid=1234,
         host="toy-host",
@@ -280,8 +328,11 @@ def worker_info() -> WorkerInfo:
         layout=layout(),
         num_blocks=1000,
         max_model_tokens=MAX_MODEL_TOKENS,
-        ranks=((Endpoint("shm", "/c0"), Endpoint("grpc", "127.0.0.1:2")),),
+        ranks=((Endpoint("shm", f"/{worker_id}"), Endpoint("grpc", "127.0.0.1:2")),),
     )
+
+
+DISAGGREGATED = (worker_info("p0", Role.PREFILL), worker_info("d0", Role.DECODE))
 
 
 def read_until_closed(connection: socket.socket) -> bytes:
