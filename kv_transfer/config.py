@@ -9,6 +9,7 @@ from twinpool.core.errors import ConfigError
 # No transport sends or takes a larger message, so a peer cannot make us allocate more than this.
 MAX_MESSAGE_BYTES = 8 * 2**20
 _HEADER_ROOM_BYTES = 2**20
+_PROTOCOL = "2"  # changes whenever two ends of different builds would misunderstand each other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,3 +44,12 @@ class TransferConfig:
                 "transfer.credit_bytes",
                 f"{self.credit_bytes} is less than one message of {self.message_bytes}",
             )
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """What two workers must say alike before they are paired, by name."""
+        return {
+            "kv_protocol": _PROTOCOL,
+            "kv_compact": str(self.compact).lower(),
+            "convert_dtypes": str(self.convert_dtypes).lower(),
+        }

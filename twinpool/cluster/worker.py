@@ -19,16 +19,16 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from decode_service.service import DecodeService
-from kv_transfer.receiver import KVReceiver
-from kv_transfer.registry import load_transport
-from kv_transfer.sender import KVSender
+from kv_transfer.ends import RankIdentity, TransferEnds, start_ends
+from kv_transfer.group import Identity, ReceiverGroup, SenderGroup
+from kv_transfer.registry import chosen_transports
 from prefill_service.service import PrefillService
 from twinpool.cluster.child import threads_of
 from twinpool.cluster.config import WorkerConfig
@@ -50,7 +50,6 @@ from twinpool.rpc.door import Door
 from twinpool.rpc.join import join
 from twinpool.rpc.server import WorkerServer
 
-_TRANSPORT = "grpc"
 _LOOK_EVERY_S = 1.0  # at the engine, for whether it hangs
 _STOP_GRACE_S = 0.5  # for calls that are answering when the server stops
 
@@ -189,23 +188,22 @@ class _Life:
         engine = EngineLoop(
             Engine(TorchRunner(loaded, cache), config=config.engine, limits=limits, clock=clock), clock
         )
-        transfer = replace(config.transfer, listen=config.transfer.listen or f"{config.host}:0")
         async with AsyncExitStack() as stack:
-            transport = load_transport(_TRANSPORT, transfer)
-            stack.push_async_callback(transport.close)
-            receiver = KVReceiver(
-                cache,
-                clock,
+            ends = await _start_ends(cache, clock, config, self._trust)
+            stack.push_async_callback(ends.close)
+            identity = Identity(
                 worker_id=config.worker_id,
                 epoch=config.generation,
-                endpoints=[transport.endpoint],
-                config=transfer,
+                layout=cache.layout,
+                ranks=(ends.endpoints,),
             )
-            await transport.start(receiver)
+            receiving = ReceiverGroup(
+                ends.receiver, identity, secret=self._trust.secret, lease_s=config.transfer.lease_s
+            )
             await engine.start()
             stack.push_async_callback(engine.close)
-            sender = KVSender(cache, [transport], clock, transfer)
-            prefill, decode = PrefillService(engine, sender), DecodeService(engine, receiver)
+            prefill = PrefillService(engine, SenderGroup(ends.sender))
+            decode = DecodeService(engine, receiving)
             stack.push_async_callback(prefill.close)
             await decode.start()
             stack.push_async_callback(decode.close)
@@ -216,7 +214,7 @@ class _Life:
                 role=config.role,
                 num_tickets=lambda: decode.num_tickets,
                 num_transfers=lambda: prefill.num_transfers + decode.num_transfers,
-                counters=lambda: _counters(sender, receiver) | {"refused_calls": door.num_refused},
+                counters=lambda: {**ends.counters(), "refused_calls": door.num_refused},
             )
             server = WorkerServer(
                 prefill=prefill,
@@ -236,11 +234,11 @@ class _Life:
                 host=socket.gethostname(),
                 generation=config.generation,
                 model=config.model_name or config.model,
-                fingerprint=spec.fingerprint,
+                fingerprint={**spec.fingerprint, **config.transfer.fingerprint},
                 layout=cache.layout,
                 num_blocks=cache.num_blocks,
                 max_model_tokens=spec.max_model_tokens,
-                endpoints=(transport.endpoint,),
+                ranks=identity.ranks,
             )
             yield info, engine, service
 
@@ -257,10 +255,13 @@ def _make_cache(loaded: LoadedModel, config: WorkerConfig) -> KVCache:
     return KVCache(layout, num_blocks_for(layout, budget_bytes), config.device)
 
 
-def _counters(sender: KVSender, receiver: KVReceiver) -> dict[str, int]:
-    sent = {f"kv_sent_{name}": value for name, value in asdict(sender.counters).items()}
-    received = {f"kv_received_{name}": value for name, value in asdict(receiver.counters).items()}
-    return sent | received
+async def _start_ends(cache: KVCache, clock: Clock, config: WorkerConfig, trust: Trust) -> TransferEnds:
+    """Open every transport that the worker is to use."""
+    transfer = replace(config.transfer, listen=config.transfer.listen or f"{config.host}:0")
+    identity = RankIdentity(
+        worker_id=config.worker_id, epoch=config.generation, secret=trust.secret, tls=trust.tls
+    )
+    return await start_ends(cache, clock, transfer, identity, names=chosen_transports(transfer.transports))
 
 
 def describe_failure(error: BaseException) -> str | None:
