@@ -69,6 +69,7 @@ class DecodeService:
                 sender_id=sender_id,
                 blocks=handle.blocks,
                 num_tokens=request.num_tokens,
+                cached_tokens=handle.cached_tokens,
                 timeout_s=request.timeout_s,
             )
         except BaseException:  # no rank expects it any more

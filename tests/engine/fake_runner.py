@@ -76,10 +76,10 @@ class FakeRunner:
                 on_layer(layer)
         return tuple(self._result(item) for item in plan.items)
 
-    def fill(self, blocks: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Store the KV of ``token_ids`` in ``blocks``, as a transfer would."""
-        for position, token_id in enumerate(token_ids):
-            self._slots[self._slot(blocks, position)] = token_id
+    def fill(self, blocks: Sequence[int], token_ids: Sequence[int], *, first_token: int = 0) -> None:
+        """Store the KV of ``token_ids`` from ``first_token`` on in ``blocks``, as a transfer would."""
+        for position in range(first_token, len(token_ids)):
+            self._slots[self._slot(blocks, position)] = token_ids[position]
 
     def read(self, blocks: Sequence[int], num_tokens: int) -> list[int]:
         """Return the tokens whose KV is stored in ``blocks``."""

@@ -9,7 +9,7 @@ import pytest
 
 from tests import toys
 from tests.engine.fake_runner import VOCAB_SIZE, FakeRunner, expected_output, next_token
-from tests.engine.world import World, engine, prompt
+from tests.engine.world import World, engine, nothing_is_held, prompt
 from twinpool.core.clock import ManualClock
 from twinpool.core.errors import (
     ConfigError,
@@ -61,9 +61,12 @@ def test_tokens_are_numbered_and_the_last_one_says_why() -> None:
     assert [output.token_id for output in answer] == expected_output(request)
     assert [output.index for output in answer] == [0, 1, 2]
     assert [output.finish for output in answer] == [None, None, FinishReason.LENGTH]
-    assert world.counts().free == world.counts().total
+    assert nothing_is_held(world.counts())
     assert dict(world.counters) == {
         "steps": 3,
+        "prefix_query_tokens": 5,
+        "prefix_hit_tokens": 0,
+        "evicted_blocks": 0,
         "prefilled_tokens": 5,
         "decoded_tokens": 2,
         "generated_tokens": 3,
@@ -267,7 +270,7 @@ def test_an_aborted_sequence_gives_its_blocks_back_at_once(status: str) -> None:
     world.abort(sequence)
 
     assert sequence.status is SequenceStatus.FINISHED
-    assert world.counts().free == world.counts().total
+    assert nothing_is_held(world.counts())
     assert world.counters["aborted"] == 1
     assert not world.has_work
 
@@ -289,7 +292,7 @@ def test_an_aborted_sequence_under_a_transfer_keeps_its_blocks_until_it_is_drain
     world.drained(sequence)
 
     assert (after_abort.draining, after_abort.owned) == (2, 0)
-    assert world.counts().free == world.counts().total
+    assert nothing_is_held(world.counts())
     assert sequence.status is SequenceStatus.FINISHED
 
 
@@ -368,7 +371,7 @@ def test_a_deadline_needs_no_traffic() -> None:
         world.drained(sequence)
 
     assert failed == reservations
-    assert world.counts().free == world.counts().total
+    assert nothing_is_held(world.counts())
 
 
 def test_an_item_that_fails_ends_alone() -> None:
@@ -382,7 +385,7 @@ def test_an_item_that_fails_ends_alone() -> None:
 
     assert [event for request_id, event in events if request_id == "bad"] == [errors["bad"]]
     assert [output.token_id for output in outputs(events)] == expected_output(good)
-    assert world.counts().free == world.counts().total
+    assert nothing_is_held(world.counts())
 
 
 def test_a_step_that_breaks_ends_its_batch_and_not_the_engine() -> None:

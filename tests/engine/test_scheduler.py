@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.fake_runner import VOCAB_SIZE, FakeRunner, expected_output
+from tests.engine.fake_runner import VOCAB_SIZE, FakeRunner, expected_output, next_token
 from tests.engine.world import World, engine, prompt
 from twinpool.core.clock import ManualClock
 from twinpool.core.errors import NoFreeBlocks
@@ -298,12 +299,18 @@ def test_a_sequence_preempted_after_it_was_planned_leaves_the_batch() -> None:
 
 
 def _random_request(rng: random.Random, request_id: str) -> Request:
+    """A request that often begins as others do, and sometimes goes on as they were answered."""
     max_tokens = rng.randrange(1, 25)
     num_outputs = rng.randrange(max_tokens) if rng.random() < 0.2 else 0
+    prompt_ids = [rng.choice([7, 8])] * rng.choice([0, 4, 9, 16])
+    prompt_ids += [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([0, 1, 8]))]
+    for _ in range(rng.choice([0, 0, 5])):
+        prompt_ids.append(next_token(prompt_ids))
     return Request(
         request_id=request_id,
-        prompt_ids=tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 25))),
+        prompt_ids=tuple(prompt_ids) or (7,),
         output_ids=tuple(rng.randrange(VOCAB_SIZE) for _ in range(num_outputs)),
+        cache_salt=rng.choice(["", "", "tenant"]),
         timeout_s=rng.choice([3.0, 30.0, 1000.0]),
         sampling=SamplingParams(seed=0, max_tokens=max_tokens, num_prompt_logprobs=rng.choice([None, 0])),
     )
@@ -320,6 +327,7 @@ def _random_world(rng: random.Random) -> World:
         max_batch_tokens=rng.choice([max_sequences, max_sequences + 3, 64]),
         max_chunk_tokens=rng.choice([0, 1, 3, 16]),
         max_waiting=rng.choice([1, 4, 32]),
+        prefix_cache=rng.random() < 0.9,
     )
 
 
@@ -344,7 +352,7 @@ def _play(world: World, event: str, rng: random.Random, request_id: str) -> None
 
 
 def test_random_schedules_keep_every_invariant() -> None:
-    preemptions = 0
+    counters: Counter[str] = Counter()
     for seed in range(NUM_SEEDS):
         rng = random.Random(seed)
         world = _random_world(rng)
@@ -355,9 +363,10 @@ def test_random_schedules_keep_every_invariant() -> None:
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise
-        preemptions += world.engine.counters["preemptions"]
+        counters.update(world.engine.counters)
 
-    assert preemptions > NUM_SEEDS // 10  # otherwise nothing was tested
+    for name in ("preemptions", "prefix_hit_tokens", "evicted_blocks"):
+        assert counters[name] > NUM_SEEDS // 10, f"{name} were not tested"
 
 
 @settings(max_examples=200, deadline=None)

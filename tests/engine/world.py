@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 from tests import toys
 from tests.engine.fake_runner import VOCAB_SIZE, FakeRunner, expected_output, next_token
 from twinpool.core.clock import ManualClock
 from twinpool.core.errors import DeadlineExceeded, ServingError
+from twinpool.core.ports import BlockCounts
 from twinpool.core.request import Request, TokenOutput
 from twinpool.engine.config import EngineConfig
 from twinpool.engine.engine import Engine, EngineLimits
+from twinpool.engine.plan import BatchPlan
+from twinpool.engine.prefix_cache import PrefixCache
 from twinpool.engine.scheduler import StepResult
 from twinpool.engine.sequence import SequenceState, SequenceStatus
 
@@ -19,9 +24,13 @@ UNDER_TRANSFER = (SequenceStatus.SENDING, SequenceStatus.RECEIVING, SequenceStat
 
 
 def prompt(num_tokens: int, *, request_id: str = "r0", max_tokens: int = 4, **sampling: Any) -> Request:
-    """A request of different tokens."""
+    """A request of different tokens; the prompts of two ids have no prefix in common."""
+    start = crc32(request_id.encode())
     return toys.request(
-        tuple(1 + i % 90 for i in range(num_tokens)), request_id=request_id, max_tokens=max_tokens, **sampling
+        tuple(1 + (start + i) % 90 for i in range(num_tokens)),
+        request_id=request_id,
+        max_tokens=max_tokens,
+        **sampling,
     )
 
 
@@ -49,6 +58,11 @@ def engine(
     )
 
 
+def nothing_is_held(counts: BlockCounts) -> bool:
+    """Whether no block has an owner; the cached ones keep what they hold."""
+    return counts.owned == counts.draining == 0 and counts.free + counts.cached == counts.total
+
+
 @dataclass
 class Life:
     """One request's story as its client and its transfer see it."""
@@ -58,6 +72,7 @@ class Life:
     outputs: list[TokenOutput] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
     transfer_blocks: list[int] | None = None  # a transfer may touch these until it is drained
+    first_sent: int = 0  # tokens before this one are not touched: they were there
     was_received: bool = False
 
 
@@ -66,7 +81,7 @@ class World:
 
     def __init__(self, *, num_blocks: int, block_tokens: int, eos_ids: frozenset[int], **config: Any) -> None:
         self.clock = ManualClock()
-        self.runner = FakeRunner(block_tokens=block_tokens)
+        self.runner = FakeRunner(block_tokens=block_tokens, before_step=self._check_plan)
         self.engine = engine(
             self.runner,
             clock=self.clock,
@@ -99,6 +114,7 @@ class World:
         else:
             life = Life(sequence, expected_output(request, eos_ids=self._eos_ids)[1:])
             life.transfer_blocks = list(sequence.blocks)
+            life.first_sent = sequence.num_cached_tokens
             life.was_received = True
             self.lives.append(life)
         self.check()
@@ -112,7 +128,7 @@ class World:
             self.abort(life)
             return
         request = sequence.request
-        self.runner.fill(sequence.blocks, sequence.token_ids)
+        self.runner.fill(sequence.blocks, sequence.token_ids, first_token=life.first_sent)
         first = TokenOutput(index=len(request.output_ids), token_id=next_token(sequence.token_ids))
         self.engine.arrived(sequence, first)
         life.transfer_blocks = None
@@ -135,7 +151,7 @@ class World:
         """Let a late sender write into what it still may write into."""
         if life.was_received and life.transfer_blocks is not None:
             room = len(life.transfer_blocks) * self._block_tokens
-            self.runner.fill(life.transfer_blocks, [VOCAB_SIZE - 1] * room)
+            self.runner.fill(life.transfer_blocks, [VOCAB_SIZE - 1] * room, first_token=life.first_sent)
 
     def advance(self, seconds: float) -> None:
         self.clock.advance(seconds)
@@ -179,12 +195,12 @@ class World:
         counts = self.engine.counts()
         assert counts.free + counts.owned + counts.cached + counts.draining == counts.total
         sequences = self.engine.sequences
-        blocks = [block for sequence in sequences for block in sequence.blocks]
-        assert len(set(blocks)) == len(blocks), "a block has two owners"
-        assert len(blocks) == counts.owned + counts.draining
-        draining = [s for s in sequences if s.status is SequenceStatus.DRAINING]
-        assert sum(len(sequence.blocks) for sequence in draining) == counts.draining
+        held = {block for s in sequences for block in s.blocks}
+        in_use = {block for s in sequences if s.status is not SequenceStatus.DRAINING for block in s.blocks}
+        assert (len(in_use), len(held - in_use)) == (counts.owned, counts.draining)
+        self._check_contents(held, counts)
         for sequence in sequences:
+            self._check_kv(sequence)
             room = len(sequence.blocks) * self._block_tokens
             assert room >= sequence.num_computed_tokens, "computed tokens without a block"
             if sequence.status in (SequenceStatus.PREFILLING, SequenceStatus.RECEIVING):
@@ -200,10 +216,46 @@ class World:
                 kv = self.runner.read(life.transfer_blocks, num_tokens)
                 assert kv == life.sequence.token_ids[:num_tokens], "KV changed under a transfer"
 
+    def _check_contents(self, held: set[int], counts: BlockCounts) -> None:
+        """Assert that a block that can be found holds what its name says, and can be reached."""
+        prefixes = contents_of(self.engine)
+        findable = prefixes._by_block
+        assert len(findable.keys() - held) == counts.cached, (
+            "a block without owner is cached if it can be found"
+        )
+        for block, entry in findable.items():
+            ids = self.runner.read([block], self._block_tokens)
+            assert array("I", ids).tobytes() == entry.name.tokens, (
+                "a block holds something else than its name"
+            )
+            assert entry.parent is None or entry.parent.blocks, "a block has outlived the one before it"
+
+    def _check_kv(self, sequence: SequenceState) -> None:
+        """Assert that a sequence has the KV of its own tokens, from its own tenant, wherever it came from."""
+        num_tokens = sequence.num_computed_tokens
+        if sequence.status is SequenceStatus.RECEIVING:
+            num_tokens = sequence.num_cached_tokens
+        if sequence.status is not SequenceStatus.DRAINING:
+            kv = self.runner.read(sequence.blocks, num_tokens)
+            assert kv == sequence.token_ids[:num_tokens], "a sequence has somebody else's KV"
+        findable = contents_of(self.engine)._by_block
+        salts = {findable[block].name.salt for block in sequence.blocks if block in findable}
+        assert salts <= {sequence.request.cache_salt}, "a block of another tenant is shared"
+
+    def _check_plan(self, plan: BatchPlan) -> None:
+        """Assert that a step writes into blocks that nobody else has or can find."""
+        shared = contents_of(self.engine)._by_block.keys()
+        for item in plan.items:
+            first = item.first_token // self._block_tokens
+            written = set(item.sequence.blocks[first:])
+            assert not written & shared, "a step writes into a block that can be found"
+            for other in self.engine.sequences:
+                if other is not item.sequence:
+                    assert not written & set(other.blocks), "a step writes into another sequence's block"
+
     def check_ends(self) -> None:
         """Assert what must hold when nothing is left."""
-        counts = self.engine.counts()
-        assert counts.free == counts.total, "blocks leaked"
+        assert nothing_is_held(self.engine.counts()), "blocks leaked"
         for life in self.lives:
             tokens = [output.token_id for output in life.outputs]
             if life.ends in (["stop"], ["length"]):
@@ -218,6 +270,11 @@ class World:
                 if output.prompt_logprobs is not None:
                     ids = [entry and entry.token_id for entry in output.prompt_logprobs]
                     assert ids == [None, *life.sequence.request.prompt_ids[1:]]
+
+
+def contents_of(engine: Engine) -> PrefixCache:
+    """The table of what an engine's blocks hold."""
+    return engine._scheduler._prefixes
 
 
 def sequence_is_live(sequence: SequenceState) -> bool:

@@ -52,6 +52,7 @@ class Request:
     sampling: SamplingParams
     timeout_s: float  # what the request has left at the moment it is handed over
     output_ids: tuple[int, ...] = ()
+    cache_salt: str = ""  # KV is shared only between requests of the same one: the router makes it per tenant
 
     @property
     def num_tokens(self) -> int:
@@ -89,3 +90,4 @@ class TokenOutput:
     logprob: TokenLogprob | None = None
     # On the first output of an attempt only, when asked for; entry 0 is None, since nothing precedes it.
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    cached_tokens: int = 0  # on that output too: tokens of the prompt whose KV was there and not computed

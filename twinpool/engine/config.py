@@ -19,6 +19,7 @@ class EngineConfig:
     max_sequences: int = 64  # most sequences one step touches
     max_waiting: int = 256  # most sequences that may wait for their first step
     policy: str = "decode_first"  # a file name in twinpool/engine/policies
+    prefix_cache: bool = True  # keep the KV of ended sequences while there is room, and use it again
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1:

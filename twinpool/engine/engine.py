@@ -84,7 +84,8 @@ class Engine:
 
     @property
     def num_free_blocks(self) -> int:
-        return self._scheduler.pool.num_free
+        """Blocks that a newcomer can get; cached ones are among them."""
+        return self._scheduler.pool.num_available
 
     @property
     def sequences(self) -> tuple[SequenceState, ...]:
@@ -98,6 +99,10 @@ class Engine:
 
     def counts(self) -> BlockCounts:
         return self._scheduler.counts()
+
+    def clear_cache(self) -> int:
+        """Forget all KV that could be used again; return how many cached blocks became free."""
+        return self._scheduler.pool.clear()
 
     def submit(self, request: Request, *, has_destination: bool = False) -> SequenceState:
         """Let a request wait for its first step.
@@ -118,6 +123,8 @@ class Engine:
 
     def reserve(self, request: Request) -> SequenceState:
         """Take room for the KV of a request whose prompt is computed elsewhere.
+
+        The first ``num_cached_tokens`` tokens of the sequence need not be sent: their KV is here.
 
         Raises:
             InvalidRequest: It can never be run.
@@ -183,6 +190,7 @@ class Engine:
             results = self._runner.run(plan, _layer_hook(plan, on_written))
         except Exception as error:  # noqa: BLE001 - whatever broke, it ends this batch and not the worker
             _log.exception("a step of %d sequences failed", len(plan.items))
+            self.clear_cache()  # KV that made it fail would do so to everybody who finds it
             message = f"the step failed: {type(error).__name__}"
             results = tuple(ItemResult(error=InternalError(message)) for _ in plan.items)
         return results

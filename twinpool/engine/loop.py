@@ -47,6 +47,7 @@ class SequenceHandle:
         request: What was asked.
         blocks: Numbers of its blocks by token position; set from ``reserve`` or from the first
             ``on_written`` on, and fixed as long as a transfer may touch them.
+        cached_tokens: The first tokens of a reservation, whose KV is in its blocks already.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class SequenceHandle:
     ) -> None:
         self.request = request
         self.blocks: tuple[int, ...] = ()
+        self.cached_tokens = 0
         self._abandon = abandon
         self._on_written = on_written
         self._early: list[Callable[[], None]] | None = []  # None once the caller holds the handle
@@ -220,6 +222,10 @@ class EngineLoop:
         """Return the engine's books as they are between two steps."""
         return await self._call(self._steps.audit)
 
+    async def clear_cache(self) -> int:
+        """Forget all KV that could be used again; return how many cached blocks became free."""
+        return await self._call(self._steps.clear_cache)
+
     def load(self) -> WorkerLoad:
         """Return the engine's state after its latest step, at once, whatever the thread is doing."""
         is_dead = self._failure is not None
@@ -367,6 +373,7 @@ class _StepThread:
     def open(self, handle: SequenceHandle, make: Callable[[Engine], SequenceState]) -> None:
         sequence = make(self._engine)
         handle.blocks = tuple(sequence.blocks)
+        handle.cached_tokens = sequence.num_cached_tokens
         self._sequences[handle] = sequence
         self._handles[sequence.number] = handle
 
@@ -389,6 +396,9 @@ class _StepThread:
 
     def audit(self) -> EngineAudit:
         return EngineAudit(blocks=self._engine.counts(), sequences=self._engine.num_sequences)
+
+    def clear_cache(self) -> int:
+        return self._engine.clear_cache()
 
     def answer_when_idle(self, future: asyncio.Future[None]) -> None:
         self._idle_waiters.append(future)

@@ -12,6 +12,11 @@ Blocks, in four rules:
 - A waiting sequence that finds no room may be overtaken for ``OVERTAKING_S``; then the line is held
   for it.  For a preempted one, whose client already reads, the line is held at once.
 - Blocks return to the pool on the way into FINISHED, or back into WAITING, and nowhere else.
+
+And two for the KV that sequences share:
+
+- A block can be found once a step has ended well that completed it, or a transfer of which all is there.
+- A sequence finds what it can at the moment it gets its blocks, and writes only behind that.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from twinpool.engine.block_pool import BlockPool
 from twinpool.engine.config import EngineConfig
 from twinpool.engine.finish import finish_reason
 from twinpool.engine.plan import BatchItem, BatchPlan, ItemResult, QueueView, SchedulerPolicy, Work
+from twinpool.engine.prefix_cache import BlockName, PrefixCache
 from twinpool.engine.sequence import SequenceState, SequenceStatus
 
 OVERTAKING_S = 2.0  # how long younger sequences may start before one that found no room
@@ -55,7 +61,8 @@ class Scheduler:
     def __init__(
         self, config: EngineConfig, policy: SchedulerPolicy, *, num_blocks: int, eos_ids: Set[int]
     ) -> None:
-        self.pool = BlockPool(num_blocks)
+        self._prefixes = PrefixCache(config.block_tokens)
+        self.pool = BlockPool(num_blocks, self._prefixes)
         self.counters: Counter[str] = Counter()
         self._config = config
         self._policy = policy
@@ -102,17 +109,14 @@ class Scheduler:
             NoFreeBlocks: Nothing was taken.  Blocks that older sequences wait for do not count as free.
         """
         assert sequence.status is SequenceStatus.RECEIVING, "only a receiving sequence can be held"
-        needed = self._num_blocks(sequence.num_start_tokens)
-        free = self._num_free_for_newcomers(now_s)
-        if needed > free:
-            raise NoFreeBlocks(needed=needed, free=free, total=self.pool.num_blocks)
-        sequence.blocks = self.pool.allocate(sequence.number, needed)
+        self._take(sequence, spare=self._spare_of_newcomers(now_s))
         self._admit(sequence)
 
     def start_decoding(self, sequence: SequenceState, token_id: int) -> None:
         """Go on with a sequence whose KV arrived: RECEIVING to DECODING, ``token_id`` is its next token."""
         sequence.move_to(SequenceStatus.DECODING)
         sequence.num_computed_tokens = len(sequence.token_ids)
+        self._publish(sequence)
         sequence.token_ids.append(token_id)
         sequence.has_emitted = True
         self._decoding.add(sequence)
@@ -184,7 +188,9 @@ class Scheduler:
                 self.counters["failed_step"] += 1
                 self.end(sequence)
                 failed.append((sequence, error))
-            elif result.token_id is not None:
+                continue
+            self._publish(sequence)
+            if result.token_id is not None:
                 outputs.append((sequence, self._emit(sequence, result.token_id, result)))
         return StepResult(outputs=tuple(outputs), failed=tuple(failed), num_items=len(plan.items))
 
@@ -210,9 +216,61 @@ class Scheduler:
         self._release(sequence)
         del self._live[sequence.number]
 
+    def _take(self, sequence: SequenceState, *, spare: int) -> None:
+        """Give a starting sequence all its blocks; what it finds of its prefix is pinned in the same step.
+
+        Raises:
+            NoFreeBlocks: Nothing was taken.
+        """
+        prefix = self._prefix(sequence)
+        got = self.pool.allocate(
+            sequence.number, self._num_blocks(sequence.num_start_tokens), prefix=prefix, spare=spare
+        )
+        num_cached = got.num_shared * self._config.block_tokens
+        sequence.blocks = got.blocks
+        sequence.num_published_blocks = got.num_shared
+        if sequence.num_preemptions == 0:  # later it may find what it computed itself
+            sequence.num_cached_tokens = num_cached
+        if sequence.status is SequenceStatus.WAITING:
+            sequence.num_computed_tokens = num_cached
+        if prefix:
+            self.counters["prefix_query_tokens"] += len(sequence.token_ids)
+            self.counters["prefix_hit_tokens"] += num_cached
+        self.counters["evicted_blocks"] = self.pool.num_evicted
+
+    def _prefix(self, sequence: SequenceState) -> list[BlockName]:
+        """Return the names of the blocks that a starting sequence may find instead of having them written."""
+        if not self._config.prefix_cache:
+            return []
+        self._name_blocks(sequence)
+        if sequence.status is SequenceStatus.RECEIVING:
+            return sequence.block_names
+        if sequence.wants_prompt_logprobs:
+            return []
+        # The last known token is always computed: the next one is chosen from its logits.
+        return sequence.block_names[: (len(sequence.token_ids) - 1) // self._config.block_tokens]
+
+    def _publish(self, sequence: SequenceState) -> None:
+        """Let others find the full blocks whose KV is whole now."""
+        num_whole = sequence.num_computed_tokens // self._config.block_tokens
+        if not self._config.prefix_cache or num_whole == sequence.num_published_blocks:
+            return
+        self._name_blocks(sequence)
+        while sequence.num_published_blocks < num_whole:
+            index = sequence.num_published_blocks
+            after = sequence.blocks[index - 1] if index else None
+            name = sequence.block_names[index]
+            if not self.pool.publish(sequence.number, sequence.blocks[index], name, after=after):
+                return
+            sequence.num_published_blocks += 1
+
+    def _name_blocks(self, sequence: SequenceState) -> None:
+        self._prefixes.extend(sequence.block_names, sequence.token_ids, salt=sequence.request.cache_salt)
+
     def _release(self, sequence: SequenceState) -> None:
         self.pool.free(sequence.number, sequence.blocks)
         sequence.blocks = []
+        sequence.num_published_blocks = 0
 
     def _checked(self, work: Work, batch: _Batch) -> SequenceState:
         """Return the offered sequence; an offer that breaks the policy's contract is a bug."""
@@ -233,7 +291,7 @@ class Scheduler:
         return sequence.status is SequenceStatus.PREFILLING or self._start(sequence, now_s, batch)
 
     def _add(self, sequence: SequenceState, num_tokens: int, batch: _Batch) -> None:
-        num_tokens = min(num_tokens, batch.tokens_left)
+        num_tokens = min(num_tokens, batch.tokens_left, sequence.num_uncomputed_tokens)
         if sequence.status is SequenceStatus.PREFILLING and self._config.max_chunk_tokens:
             num_tokens = min(num_tokens, self._config.max_chunk_tokens)
         batch.tokens_left -= num_tokens
@@ -250,14 +308,14 @@ class Scheduler:
             return False
         if self._line_holder(now_s) not in (None, sequence):
             return False
-        needed = self._num_blocks(sequence.num_start_tokens)
-        if needed > self.pool.num_free or needed + self._headroom(sequence, batch) > self.pool.num_free:
+        try:
+            self._take(sequence, spare=self._headroom(sequence, batch))
+        except NoFreeBlocks:
             if sequence.blocked_since_s is None:
                 sequence.blocked_since_s = now_s
             return False
         self._waiting.remove(sequence)
         sequence.move_to(SequenceStatus.PREFILLING)
-        sequence.blocks = self.pool.allocate(sequence.number, needed)
         sequence.blocked_since_s = None
         self._prefilling.add(sequence)
         return True
@@ -302,23 +360,25 @@ class Scheduler:
     def _needs_block(self, sequence: SequenceState) -> bool:
         return len(sequence.blocks) * self._config.block_tokens < len(sequence.token_ids)
 
-    def _num_free_for_newcomers(self, now_s: float) -> int:
-        free = self.pool.num_free - self._num_growing()
+    def _spare_of_newcomers(self, now_s: float) -> int:
+        """Return how many blocks a reservation must leave to those that were here before."""
+        spare = self._num_growing()
         holder = self._line_holder(now_s)
         if holder is not None:
-            free -= self._num_blocks(holder.num_start_tokens) + self._headroom(holder)
-        return max(free, 0)
+            spare += self._num_blocks(holder.num_start_tokens) + self._headroom(holder)
+        return spare
 
     def _grow(self, sequence: SequenceState, batch: _Batch) -> bool:
         """Give a decoding sequence the block of its next token, from a younger sequence if none is free."""
         if not self._needs_block(sequence):
             return True
-        while self.pool.num_free == 0:
+        while self.pool.num_available == 0:
             victim = self._youngest_preemptible()
             if victim is None or victim.number <= sequence.number:
                 return False
             self._preempt(victim, batch)
-        sequence.blocks += self.pool.allocate(sequence.number, 1)
+        sequence.blocks += self.pool.allocate(sequence.number, 1).blocks
+        self.counters["evicted_blocks"] = self.pool.num_evicted
         return True
 
     def _youngest_preemptible(self) -> SequenceState | None:
@@ -351,7 +411,7 @@ class Scheduler:
         is_prefill = sequence.status is SequenceStatus.PREFILLING
         self.counters["prefilled_tokens" if is_prefill else "decoded_tokens"] += item.num_tokens
         sequence.num_computed_tokens += item.num_tokens
-        if not sequence.has_emitted and sequence.request.sampling.num_prompt_logprobs is not None:
+        if sequence.wants_prompt_logprobs:
             sequence.prompt_logprobs.extend(result.prompt_logprobs)
             num_logprobs = len(sequence.prompt_logprobs)
             if item.samples and num_logprobs != sequence.num_prompt_tokens:
@@ -369,13 +429,15 @@ class Scheduler:
         finish = finish_reason(
             token_id, num_output_tokens=index + 1, sampling=sampling, eos_ids=self._eos_ids
         )
-        has_prompt_logprobs = sampling.num_prompt_logprobs is not None and not sequence.has_emitted
         output = TokenOutput(
             index=index,
             token_id=token_id,
             finish=finish,
             logprob=result.logprob,
-            prompt_logprobs=tuple(sequence.prompt_logprobs) if has_prompt_logprobs else None,
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if sequence.wants_prompt_logprobs else None,
+            cached_tokens=(
+                0 if sequence.has_emitted else min(sequence.num_cached_tokens, sequence.num_prompt_tokens)
+            ),
         )
         sequence.token_ids.append(token_id)
         sequence.has_emitted = True

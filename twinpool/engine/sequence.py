@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from twinpool.core.request import Request, TokenLogprob
+from twinpool.engine.prefix_cache import BlockName
 
 
 class SequenceStatus(StrEnum):
@@ -59,6 +60,9 @@ class SequenceState:
         number: Place in the order of arrival; unique in one engine and never used again.
         token_ids: Prompt, then output so far; the last one of a decoding sequence has no KV yet.
         blocks: Numbers of the blocks it owns, by token position.
+        block_names: What its full blocks hold, as far as somebody asked.
+        num_published_blocks: The first blocks, which others may find; it writes only behind them.
+        num_cached_tokens: Tokens whose KV it found at its first start.
         prompt_logprobs: What the first output will carry; entry 0 is None.
         has_emitted: An output of this attempt was given out.
         blocked_since_s: When it was first refused a start for want of blocks.
@@ -72,6 +76,9 @@ class SequenceState:
     token_ids: list[int] = field(init=False)
     num_computed_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
+    block_names: list[BlockName] = field(default_factory=list)
+    num_published_blocks: int = 0
+    num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     has_emitted: bool = False
     num_preemptions: int = 0
@@ -110,6 +117,11 @@ class SequenceState:
         if self.status is SequenceStatus.PREFILLING:
             return self.has_destination
         return self.status in (SequenceStatus.SENDING, SequenceStatus.RECEIVING, SequenceStatus.DRAINING)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether every position of the prompt must be computed for its first output."""
+        return self.request.sampling.num_prompt_logprobs is not None and not self.has_emitted
 
     @property
     def is_preemptible(self) -> bool:
