@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-HEAVY = ("torch", "ray", "grpc", "starlette", "uvicorn", "tokenizers", "pydantic", "numpy")
+HEAVY = ("torch", "ray", "grpc", "cryptography", "starlette", "uvicorn", "tokenizers", "pydantic", "numpy")
 
 
 def seconds_of(*args: str) -> float:

@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_scale(commands)
     _add_replace(commands)
     _add_models(commands)
+    _add_certs(commands)
     _add_doctor(commands)
     return parser
 
@@ -142,6 +143,14 @@ def _add_models(commands: Commands) -> None:
     listing.set_defaults(run=_list)
 
 
+def _add_certs(commands: Commands) -> None:
+    command = commands.add_parser(
+        "certs", help="make a private CA, certificates and a secret for a deployment", allow_abbrev=False
+    )
+    options.add_certs(command)
+    command.set_defaults(run=_certs)
+
+
 def _add_doctor(commands: Commands) -> None:
     command = commands.add_parser(
         "doctor", help="show what this machine has and what that makes possible", allow_abbrev=False
@@ -209,6 +218,12 @@ def _list(args: argparse.Namespace) -> int:
     from twinpool.cli import models
 
     return models.list_models()
+
+
+def _certs(args: argparse.Namespace) -> int:
+    from twinpool.cli import certs
+
+    return certs.certs(args)
 
 
 def _doctor(args: argparse.Namespace) -> int:

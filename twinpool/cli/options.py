@@ -36,6 +36,10 @@ def add_deployment(command: argparse.ArgumentParser) -> None:
     _set(http, ("--api-key", "http.api_key", str, "KEY", "asked of every client (TWINPOOL_API_KEY)"))
     router = command.add_argument_group("router")
     _set(router, ("--policy", "router.policy", str, "NAME", "round_robin or least_loaded (default)"))
+    security = _add_security(command)
+    worker_cert = "of the workers that are started here"
+    _set(security, ("--worker-tls-cert", "security.worker_tls_cert", str, "FILE", worker_cert))
+    _set(security, ("--worker-tls-key", "security.worker_tls_key", str, "FILE", worker_cert))
     _add_engine(command)
 
 
@@ -49,7 +53,22 @@ def add_worker(command: argparse.ArgumentParser) -> None:
     _set(group, ("--port", "port", int, "PORT", "of the worker's services (default: a free one)"))
     _set(group, ("--worker-id", "worker_id", str, "ID", "unlike any other's (default: role, host, pid)"))
     _set(group, ("--drain", "drain_s", float, "S", "what SIGTERM leaves running requests (default: 30)"))
+    _add_security(command)
     _add_engine(command)
+
+
+def add_certs(command: argparse.ArgumentParser) -> None:
+    """Add the options of `certs`."""
+    command.add_argument("folder", metavar="DIR", help="where the files go; made if it is not there")
+    command.add_argument(
+        "--hosts", nargs="+", default=(), metavar="HOST", help="more names and addresses for the certificates"
+    )
+    command.add_argument(
+        "--days", type=int, default=365, metavar="N", help="until they expire (default: %(default)s)"
+    )
+    how = command.add_mutually_exclusive_group()
+    how.add_argument("--renew", action="store_true", help="make new certificates of the CA that is there")
+    how.add_argument("--new-ca", action="store_true", help="replace the CA, the certificates and the secret")
 
 
 def add_client(command: argparse.ArgumentParser) -> None:
@@ -102,6 +121,30 @@ def _add_file(command: argparse.ArgumentParser) -> None:
         metavar="PATH=VALUE",
         help="any setting by its path, as in engine.block_tokens=32; may be repeated",
     )
+
+
+def _add_security(command: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    group = command.add_argument_group("security")
+    group.add_argument(
+        "--certs", default=None, metavar="DIR", help="all files below, as `twinpool certs` made them"
+    )
+    _set(group, ("--secret-file", "security.secret_file", str, "FILE", "shared by router and workers"))
+    _set(
+        group, ("--tls-cert", "security.tls_cert", str, "FILE", "PEM; for router.twinpool or worker.twinpool")
+    )
+    _set(group, ("--tls-key", "security.tls_key", str, "FILE", "PEM; its private key"))
+    _set(
+        group,
+        ("--tls-ca", "security.tls_ca", str, "FILE", "PEM; signed the certificates of router and workers"),
+    )
+    group.add_argument(
+        "--insecure",
+        dest=_PATH + "security.insecure",
+        action="store_const",
+        const=True,
+        help="listen beyond this machine without secret and certificates",
+    )
+    return group
 
 
 def _add_engine(command: argparse.ArgumentParser) -> None:

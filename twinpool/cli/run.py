@@ -20,6 +20,15 @@ from twinpool.core.errors import ConfigError
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _SPLIT, _COLOCATED = ("prefill", "decode"), "colocated"
+_COMMON_FILES = {"secret_file": "secret", "tls_ca": "ca.pem"}
+_WORKER_FILES = {**_COMMON_FILES, "tls_cert": "worker.pem", "tls_key": "worker.key"}
+_SERVER_FILES = {
+    **_COMMON_FILES,
+    "tls_cert": "router.pem",
+    "tls_key": "router.key",
+    "worker_tls_cert": "worker.pem",
+    "worker_tls_key": "worker.key",
+}
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -73,6 +82,7 @@ def deployment_config(args: argparse.Namespace) -> DeploymentConfig:
     given, file = settings(args), _file(args)
     key = os.environ.get("TWINPOOL_API_KEY")
     merged = merge({} if key is None else {"http": {"api_key": key}}, file)
+    merged = merge(merged, _files_of(args, _SERVER_FILES))
     merged = merge(merged, given)
     # A pool of which the file says one thing keeps its other defaults.
     defaults = {"pools": unbind(PoolsConfig())}
@@ -85,7 +95,9 @@ def worker_config(args: argparse.Namespace) -> WorkerConfig:
     Raises:
         ConfigError: As ``deployment_config``; or there is no role, no router, or no host that others reach.
     """
-    merged = merge(_file(args), settings(args))
+    merged = merge(merge(_file(args), _files_of(args, _WORKER_FILES)), settings(args))
+    if merged.get("secret"):
+        raise ConfigError("secret", "can be read by others in a file or on a command line; use --secret-file")
     for name in ("role", "join"):
         if name not in merged:
             raise ConfigError(f"--{name}", "is missing")
@@ -106,6 +118,13 @@ def say(text: str) -> None:
 
 def _file(args: argparse.Namespace) -> Mapping[str, Any]:
     return {} if args.config is None else load_yaml(Path(args.config))
+
+
+def _files_of(args: argparse.Namespace, names: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return the settings that ``--certs`` stands for."""
+    if args.certs is None:
+        return {}
+    return {"security": {setting: str(Path(args.certs) / name) for setting, name in names.items()}}
 
 
 def _pools(*sources: Mapping[str, Any]) -> Mapping[str, Any]:

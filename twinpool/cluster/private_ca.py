@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +68,7 @@ class PrivateCA:
     """
 
     def __init__(self, certificate: x509.Certificate, key: CertificateIssuerPrivateKeyTypes) -> None:
-        self.certificate = certificate
+        self._certificate = certificate
         self._key = key
 
     @classmethod
@@ -97,15 +97,17 @@ class PrivateCA:
         assert isinstance(key, ec.EllipticCurvePrivateKey), "we make no others"
         return cls(certificate, key)
 
-    def issue(
-        self, party: Party, wanted: Wanted, *, now: datetime.datetime
-    ) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-        """Return a certificate of ``party`` and its new key."""
+    def files(self) -> dict[str, bytes]:
+        """Return what ``load`` reads, by file name."""
+        return {"ca.pem": self._certificate.public_bytes(Encoding.PEM), "ca.key": _pem(self._key)}
+
+    def files_of(self, party: Party, wanted: Wanted, *, now: datetime.datetime) -> dict[str, bytes]:
+        """Return a new certificate of ``party`` and its key, by file name."""
         key = ec.generate_private_key(ec.SECP256R1())
-        last = min(now + datetime.timedelta(days=wanted.days), self.certificate.not_valid_after_utc)
+        last = min(now + datetime.timedelta(days=wanted.days), self._certificate.not_valid_after_utc)
         builder = _builder(
             subject=_subject(party.dns_name),
-            issuer=self.certificate.subject,
+            issuer=self._certificate.subject,
             key=key,
             first=now - _EARLY,
             last=last,
@@ -121,11 +123,8 @@ class PrivateCA:
             (identifier, False),
         ):
             builder = builder.add_extension(extension, critical=is_critical)
-        return builder.sign(self._key, hashes.SHA256()), key
-
-    def files(self) -> dict[str, bytes]:
-        """Return what ``load`` reads, by file name."""
-        return {"ca.pem": self.certificate.public_bytes(Encoding.PEM), "ca.key": key_pem(self._key)}
+        certificate = builder.sign(self._key, hashes.SHA256())
+        return {f"{party}.pem": certificate.public_bytes(Encoding.PEM), f"{party}.key": _pem(key)}
 
 
 def make_files(folder: Path, wanted: Wanted) -> Sequence[Path]:
@@ -147,7 +146,7 @@ def replace_files(folder: Path, wanted: Wanted) -> Sequence[Path]:
     now = datetime.datetime.now(datetime.UTC)
     authority = PrivateCA.new(now=now)
     secret = {"secret": secrets.token_hex(32).encode() + b"\n"}
-    return _write(folder, authority.files() | _issued(authority, wanted, now) | secret)
+    return write_files(folder, authority.files() | _files_of_all(authority, wanted, now) | secret)
 
 
 def renew_files(folder: Path, wanted: Wanted) -> Sequence[Path]:
@@ -157,24 +156,15 @@ def renew_files(folder: Path, wanted: Wanted) -> Sequence[Path]:
         ConfigError: There is no usable CA.
     """
     now = datetime.datetime.now(datetime.UTC)
-    return _write(folder, _issued(PrivateCA.load(folder), wanted, now))
+    return write_files(folder, _files_of_all(PrivateCA.load(folder), wanted, now))
 
 
-def key_pem(key: CertificateIssuerPrivateKeyTypes) -> bytes:
-    """Return a private key as the files hold it."""
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+def write_files(folder: Path, files: Mapping[str, bytes]) -> Sequence[Path]:
+    """Write files that their owner alone can read, and return their paths.
 
-
-def _issued(authority: PrivateCA, wanted: Wanted, now: datetime.datetime) -> dict[str, bytes]:
-    files = {}
-    for party in Party:
-        certificate, key = authority.issue(party, wanted, now=now)
-        files[f"{party}.pem"] = certificate.public_bytes(Encoding.PEM)
-        files[f"{party}.key"] = key_pem(key)
-    return files
-
-
-def _write(folder: Path, files: dict[str, bytes]) -> Sequence[Path]:
+    Raises:
+        ConfigError: That is not possible.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name, data in files.items():
@@ -185,6 +175,16 @@ def _write(folder: Path, files: dict[str, bytes]) -> Sequence[Path]:
     except OSError as error:
         raise ConfigError("certs", f"{folder} cannot be written: {error.strerror}") from error
     return [folder / name for name in files]
+
+
+def _files_of_all(authority: PrivateCA, wanted: Wanted, now: datetime.datetime) -> dict[str, bytes]:
+    return {
+        name: data for party in Party for name, data in authority.files_of(party, wanted, now=now).items()
+    }
+
+
+def _pem(key: CertificateIssuerPrivateKeyTypes) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
 def _builder(

@@ -6,6 +6,8 @@ others from listening.  With neither, every address must be one of this machine 
 
 from __future__ import annotations
 
+import datetime
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +15,10 @@ from twinpool.core.certificates import check_files
 from twinpool.core.errors import ConfigError
 from twinpool.core.secret import Secret
 from twinpool.core.tls import Party, TLSFiles
+
+_WARN_DAYS = 14
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +56,14 @@ class Trust:
         """Whether a stranger who reaches a port can neither be served nor listen."""
         return self.secret.is_set and self.tls is not None
 
+    def describe(self) -> str:
+        """Say in a few words what keeps strangers out."""
+        kept_out = [
+            *(["a secret"] if self.secret.is_set else []),
+            *(["certificates"] if self.tls is not None else []),
+        ]
+        return " and ".join(kept_out) or "nothing"
+
 
 def load_trust(config: SecurityConfig, *, party: Party, secret: Secret | None = None) -> Trust:
     """Read the files and check them.
@@ -67,5 +81,7 @@ def load_trust(config: SecurityConfig, *, party: Party, secret: Secret | None = 
     tls = None
     if config.tls_cert is not None and config.tls_key is not None and config.tls_ca is not None:
         tls = TLSFiles.read(cert_file=config.tls_cert, key_file=config.tls_key, ca_file=config.tls_ca)
-        check_files(tls, party)
+        left = check_files(tls, party) - datetime.datetime.now(datetime.UTC)
+        if left.days < _WARN_DAYS:
+            _log.warning("security: a certificate expires in %.1f days", left.total_seconds() / 86400)
     return Trust(party=party, secret=secret, tls=tls, insecure=config.insecure)
