@@ -14,6 +14,15 @@ from twinpool.core.tls import Party
 from twinpool.rpc.limits import Options
 from twinpool.rpc.token import KEY, make_token
 
+# What gRPC says of a connection that was not made, and what that means.
+_MEANINGS = (
+    ("WRONG_VERSION_NUMBER", "it speaks no TLS, or there is something else"),
+    ("Hostname Verification", "its certificate is for another party"),
+    ("certificate has expired", "its certificate has expired"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate was not signed by our tls_ca"),
+)
+_HUNG_UP = ("Socket closed", "Connection reset")
+
 
 class TrustedChannel:
     """A ``grpc.aio.Channel`` as far as generated stubs use one.
@@ -47,6 +56,17 @@ class TrustedChannel:
     async def close(self) -> None:
         """End every call at once."""
         await self._channel.close(grace=None)
+
+    def explain(self, detail: str) -> str:
+        """Return ``detail``, gRPC's reason for not reaching the server, and what it says about trust."""
+        if "failed to connect" not in detail:
+            return detail
+        tls = self._trust.tls
+        hung_up = "it may want TLS" if tls is None else "it may not trust our certificate; its log says why"
+        for sign, meaning in (*_MEANINGS, *((sign, hung_up) for sign in _HUNG_UP)):
+            if sign in detail:
+                return f"{meaning} ({detail})"
+        return detail
 
     def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
         return self._with_token(self._channel.unary_unary(method, *args, **kwargs), method)

@@ -85,7 +85,7 @@ class WorkerChannel:
         try:
             yield
         except grpc.aio.AioRpcError as error:
-            raise error_of(error, worker_id=self.worker_id) from None
+            raise error_of(error, worker_id=self.worker_id, explain=self.grpc.explain) from None
         except grpc.aio.UsageError as error:  # the channel is closed
             raise WorkerLost(self.worker_id, str(error)) from None
         except InvalidRequest as error:  # from the codec: the worker's answer, not the caller's request

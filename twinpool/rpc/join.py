@@ -104,10 +104,10 @@ async def _stay(
     ) as channel:
         call = registry_pb2_grpc.RegistryStub(channel).Join()  # type: ignore[no-untyped-call]
         try:
-            with _errors():
+            with _errors(channel):
                 heartbeat_s = await _enter(call, info, config)
             try:
-                with _errors():
+                with _errors(channel):
                     await _send_loads(call, load, heartbeat_s)
             except Unavailable as error:
                 return str(error)
@@ -144,12 +144,12 @@ async def _send_loads(call: Any, load: Callable[[], WorkerLoad], heartbeat_s: fl
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
+def _errors(channel: TrustedChannel) -> Iterator[None]:
     """Raise what ended the call as a ServingError."""
     try:
         yield
     except grpc.aio.AioRpcError as call_error:
-        error = error_of(call_error, worker_id="router")
+        error = error_of(call_error, worker_id="router", explain=channel.explain)
         if isinstance(error, WorkerLost):
             raise Unavailable(f"the router cannot be reached: {error.reason}") from None
         raise error from None

@@ -77,7 +77,7 @@ class TokenCheck:
         ):
             raise Untrusted(
                 _FIELD,
-                f"the call's token is not one of a {self._caller} with our secret for {self._audience}",
+                f"no {self._caller} with the same secret made the call's token for {self._audience}",
             )
         now_s = self._unix_s()
         if abs(now_s - int(stamp)) > WINDOW_S:
