@@ -119,14 +119,18 @@ def test_a_decode_worker_that_is_gone_recomputes_nothing() -> None:
 
 def test_a_recomputation_waits_for_room_on_its_worker() -> None:
     async def main() -> None:
-        async with running(two_by_two(RECOMPUTE)) as world:
-            fail_once(world, "resume", TransferTimeout("late"))
-            refused = fail_once(world, "generate", NoFreeBlocks(needed=3, free=1, total=32))
-            timeline = world.timeline(QUESTION)
-            assert await world.ask_with(QUESTION, timeline) == answer(QUESTION)
-            assert called(world, "generate") == [refused[0].info.worker_id] * 2
-            assert called(world, "reserve") == [refused[0].info.worker_id]
-            world.assert_at_rest()
+        world = two_by_two(RECOMPUTE)  # no heart beats by itself
+        fail_once(world, "resume", TransferTimeout("late"))
+        refused = fail_once(world, "generate", NoFreeBlocks(needed=3, free=1, total=32))
+        asking = asyncio.create_task(world.ask(QUESTION))
+        await eventually(lambda: world.router.num_queued == 1)
+        await asyncio.sleep(0.05)
+        assert called(world, "generate") == [refused[0].info.worker_id]
+        world.beat()
+        assert await asking == answer(QUESTION)
+        assert called(world, "generate") == [refused[0].info.worker_id] * 2
+        assert called(world, "reserve") == [refused[0].info.worker_id]
+        world.assert_at_rest()
 
     asyncio.run(main())
 
