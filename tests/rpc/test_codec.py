@@ -51,6 +51,7 @@ REQUESTS = st.builds(
     sampling=SAMPLING,
     timeout_s=SECONDS,
     output_ids=st.lists(TOKENS, max_size=7).map(tuple),
+    cache_salt=st.text(max_size=codec.MAX_TEXT_CHARS),
 )
 OUTPUTS = st.builds(
     TokenOutput,
@@ -59,6 +60,7 @@ OUTPUTS = st.builds(
     finish=st.none() | st.sampled_from(FinishReason),
     logprob=st.none() | LOGPROBS,
     prompt_logprobs=st.none() | st.lists(LOGPROBS, max_size=3).map(lambda rest: (None, *rest)),
+    cached_tokens=COUNTS,
 )
 REPORTS = st.builds(
     TransferReport,
@@ -114,6 +116,7 @@ def test_a_worker_says_of_itself_what_it_is() -> None:
     [
         ("request_id", ""),
         ("request_id", "x" * 513),
+        ("cache_salt", "x" * 513),
         ("prompt_ids", []),
         ("prompt_ids", [1, 2**31]),
         ("output_ids", [2**32 - 1]),
@@ -211,7 +214,7 @@ def test_an_output_that_does_not_fit_is_refused_by_its_field() -> None:
         TokenOutput(index=0, token_id=1, logprob=TokenLogprob(1, -0.5, 1, ((1, -0.5),)))
     )
     broken = []
-    for field, value in [("finish", 7), ("token_id", 2**31), ("index", 2**31)]:
+    for field, value in [("finish", 7), ("token_id", 2**31), ("index", 2**31), ("cached_tokens", 2**31)]:
         broken.append((field, over_the_wire(whole)))
         setattr(broken[-1][1], field, value)
     broken.append(("top_logprobs", over_the_wire(whole)))

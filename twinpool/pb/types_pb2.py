@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17twinpool/pb/types.proto\x12\x0btwinpool.v1\"\x97\x03\n\x0eSamplingParams\x12\x0c\n\x04seed\x18\x01 \x01(\x06\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x12\n\nmin_tokens\x18\x03 \x01(\r\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05top_p\x18\x06 \x01(\x01\x12\r\n\x05min_p\x18\x07 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x01\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x01\x12*\n\nlogit_bias\x18\x0b \x03(\x0b\x32\x16.twinpool.v1.LogitBias\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x19\n\x0cnum_logprobs\x18\x0e \x01(\rH\x00\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\x0f \x01(\rH\x01\x88\x01\x01\x42\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"t\n\x07Request\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x12\n\noutput_ids\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.twinpool.v1.SamplingParams\"f\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0f\n\x07top_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x01\"\xe5\x01\n\x0bTokenOutput\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12)\n\x06\x66inish\x18\x03 \x01(\x0e\x32\x19.twinpool.v1.FinishReason\x12/\n\x07logprob\x18\x04 \x01(\x0b\x32\x19.twinpool.v1.TokenLogprobH\x00\x88\x01\x01\x12\x39\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1b.twinpool.v1.PromptLogprobsH\x01\x88\x01\x01\x42\n\n\x08_logprobB\x12\n\x10_prompt_logprobs\"@\n\x0ePromptLogprobs\x12.\n\x0b\x61\x66ter_first\x18\x01 \x03(\x0b\x32\x19.twinpool.v1.TokenLogprob\".\n\x08\x45ndpoint\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"9\n\rRankEndpoints\x12(\n\tendpoints\x18\x01 \x03(\x0b\x32\x15.twinpool.v1.Endpoint\"\xa1\x02\n\x08KVTicket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x11\n\tsender_id\x18\x05 \x01(\t\x12)\n\x05ranks\x18\x06 \x03(\x0b\x32\x1a.twinpool.v1.RankEndpoints\x12%\n\x06layout\x18\x07 \x01(\x0b\x32\x15.twinpool.v1.KVLayout\x12\x12\n\nnum_tokens\x18\x08 \x01(\r\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x0f\n\x07lease_s\x18\n \x01(\x01\x12\x16\n\x0e\x65xpires_unix_s\x18\x0b \x01(\x01\x12\x11\n\tsignature\x18\x0c \x01(\x0c\"\xdc\x01\n\x0eTransferReport\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x12\n\nnum_frames\x18\x02 \x01(\x04\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x1a\n\rfirst_frame_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\ncomplete_s\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\tresumed_s\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\ttransport\x18\x07 \x01(\tB\x10\n\x0e_first_frame_sB\r\n\x0b_complete_sB\x0c\n\n_resumed_s\"|\n\x08KVLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0f\n\x07tp_size\x18\x06 \x01(\r\"\xef\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x12\n\ngeneration\x18\x06 \x01(\x06\x12\r\n\x05model\x18\x07 \x01(\t\x12=\n\x0b\x66ingerprint\x18\x08 \x03(\x0b\x32(.twinpool.v1.WorkerInfo.FingerprintEntry\x12%\n\x06layout\x18\t \x01(\x0b\x32\x15.twinpool.v1.KVLayout\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x18\n\x10max_model_tokens\x18\x0b \x01(\r\x12)\n\x05ranks\x18\x0c \x03(\x0b\x32\x1a.twinpool.v1.RankEndpoints\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xd1\x01\n\nWorkerLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0e\n\x06queued\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x11\n\tstalled_s\x18\x05 \x01(\x01\x12\x37\n\x08\x63ounters\x18\x06 \x03(\x0b\x32%.twinpool.v1.WorkerLoad.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"[\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\r\x12\r\n\x05owned\x18\x04 \x01(\r\x12\x10\n\x08\x64raining\x18\x05 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17twinpool/pb/types.proto\x12\x0btwinpool.v1\"\x97\x03\n\x0eSamplingParams\x12\x0c\n\x04seed\x18\x01 \x01(\x06\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x12\n\nmin_tokens\x18\x03 \x01(\r\x12\x13\n\x0btemperature\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\r\x12\r\n\x05top_p\x18\x06 \x01(\x01\x12\r\n\x05min_p\x18\x07 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x01\x12\x18\n\x10presence_penalty\x18\t \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x01\x12*\n\nlogit_bias\x18\x0b \x03(\x0b\x32\x16.twinpool.v1.LogitBias\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x19\n\x0cnum_logprobs\x18\x0e \x01(\rH\x00\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\x0f \x01(\rH\x01\x88\x01\x01\x42\x0f\n\r_num_logprobsB\x16\n\x14_num_prompt_logprobs\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"\x88\x01\n\x07Request\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x12\n\noutput_ids\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.twinpool.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x05 \x01(\t\"f\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x0f\n\x07top_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x03(\x01\"\xfc\x01\n\x0bTokenOutput\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12)\n\x06\x66inish\x18\x03 \x01(\x0e\x32\x19.twinpool.v1.FinishReason\x12/\n\x07logprob\x18\x04 \x01(\x0b\x32\x19.twinpool.v1.TokenLogprobH\x00\x88\x01\x01\x12\x39\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1b.twinpool.v1.PromptLogprobsH\x01\x88\x01\x01\x12\x15\n\rcached_tokens\x18\x06 \x01(\rB\n\n\x08_logprobB\x12\n\x10_prompt_logprobs\"@\n\x0ePromptLogprobs\x12.\n\x0b\x61\x66ter_first\x18\x01 \x03(\x0b\x32\x19.twinpool.v1.TokenLogprob\".\n\x08\x45ndpoint\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\"9\n\rRankEndpoints\x12(\n\tendpoints\x18\x01 \x03(\x0b\x32\x15.twinpool.v1.Endpoint\"\xa1\x02\n\x08KVTicket\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x11\n\tsender_id\x18\x05 \x01(\t\x12)\n\x05ranks\x18\x06 \x03(\x0b\x32\x1a.twinpool.v1.RankEndpoints\x12%\n\x06layout\x18\x07 \x01(\x0b\x32\x15.twinpool.v1.KVLayout\x12\x12\n\nnum_tokens\x18\x08 \x01(\r\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x0f\n\x07lease_s\x18\n \x01(\x01\x12\x16\n\x0e\x65xpires_unix_s\x18\x0b \x01(\x01\x12\x11\n\tsignature\x18\x0c \x01(\x0c\"\xdc\x01\n\x0eTransferReport\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x12\n\nnum_frames\x18\x02 \x01(\x04\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x1a\n\rfirst_frame_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\ncomplete_s\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\tresumed_s\x18\x06 \x01(\x01H\x02\x88\x01\x01\x12\x11\n\ttransport\x18\x07 \x01(\tB\x10\n\x0e_first_frame_sB\r\n\x0b_complete_sB\x0c\n\n_resumed_s\"|\n\x08KVLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0f\n\x07tp_size\x18\x06 \x01(\r\"\xef\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\x12\x0c\n\x04host\x18\x05 \x01(\t\x12\x12\n\ngeneration\x18\x06 \x01(\x06\x12\r\n\x05model\x18\x07 \x01(\t\x12=\n\x0b\x66ingerprint\x18\x08 \x03(\x0b\x32(.twinpool.v1.WorkerInfo.FingerprintEntry\x12%\n\x06layout\x18\t \x01(\x0b\x32\x15.twinpool.v1.KVLayout\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x18\n\x10max_model_tokens\x18\x0b \x01(\r\x12)\n\x05ranks\x18\x0c \x03(\x0b\x32\x1a.twinpool.v1.RankEndpoints\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xd1\x01\n\nWorkerLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0e\n\x06queued\x18\x02 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x03 \x01(\r\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x11\n\tstalled_s\x18\x05 \x01(\x01\x12\x37\n\x08\x63ounters\x18\x06 \x03(\x0b\x32%.twinpool.v1.WorkerLoad.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"[\n\x0b\x42lockCounts\x12\r\n\x05total\x18\x01 \x01(\r\x12\x0c\n\x04\x66ree\x18\x02 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x03 \x01(\r\x12\r\n\x05owned\x18\x04 \x01(\r\x12\x10\n\x08\x64raining\x18\x05 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,38 +35,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERINFO_FINGERPRINTENTRY']._serialized_options = b'8\001'
   _globals['_WORKERLOAD_COUNTERSENTRY']._loaded_options = None
   _globals['_WORKERLOAD_COUNTERSENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2438
-  _globals['_FINISHREASON']._serialized_end=2533
+  _globals['_FINISHREASON']._serialized_start=2482
+  _globals['_FINISHREASON']._serialized_end=2577
   _globals['_SAMPLINGPARAMS']._serialized_start=41
   _globals['_SAMPLINGPARAMS']._serialized_end=448
   _globals['_LOGITBIAS']._serialized_start=450
   _globals['_LOGITBIAS']._serialized_end=493
-  _globals['_REQUEST']._serialized_start=495
-  _globals['_REQUEST']._serialized_end=611
-  _globals['_TOKENLOGPROB']._serialized_start=613
-  _globals['_TOKENLOGPROB']._serialized_end=715
-  _globals['_TOKENOUTPUT']._serialized_start=718
-  _globals['_TOKENOUTPUT']._serialized_end=947
-  _globals['_PROMPTLOGPROBS']._serialized_start=949
-  _globals['_PROMPTLOGPROBS']._serialized_end=1013
-  _globals['_ENDPOINT']._serialized_start=1015
-  _globals['_ENDPOINT']._serialized_end=1061
-  _globals['_RANKENDPOINTS']._serialized_start=1063
-  _globals['_RANKENDPOINTS']._serialized_end=1120
-  _globals['_KVTICKET']._serialized_start=1123
-  _globals['_KVTICKET']._serialized_end=1412
-  _globals['_TRANSFERREPORT']._serialized_start=1415
-  _globals['_TRANSFERREPORT']._serialized_end=1635
-  _globals['_KVLAYOUT']._serialized_start=1637
-  _globals['_KVLAYOUT']._serialized_end=1761
-  _globals['_WORKERINFO']._serialized_start=1764
-  _globals['_WORKERINFO']._serialized_end=2131
-  _globals['_WORKERINFO_FINGERPRINTENTRY']._serialized_start=2081
-  _globals['_WORKERINFO_FINGERPRINTENTRY']._serialized_end=2131
-  _globals['_WORKERLOAD']._serialized_start=2134
-  _globals['_WORKERLOAD']._serialized_end=2343
-  _globals['_WORKERLOAD_COUNTERSENTRY']._serialized_start=2296
-  _globals['_WORKERLOAD_COUNTERSENTRY']._serialized_end=2343
-  _globals['_BLOCKCOUNTS']._serialized_start=2345
-  _globals['_BLOCKCOUNTS']._serialized_end=2436
+  _globals['_REQUEST']._serialized_start=496
+  _globals['_REQUEST']._serialized_end=632
+  _globals['_TOKENLOGPROB']._serialized_start=634
+  _globals['_TOKENLOGPROB']._serialized_end=736
+  _globals['_TOKENOUTPUT']._serialized_start=739
+  _globals['_TOKENOUTPUT']._serialized_end=991
+  _globals['_PROMPTLOGPROBS']._serialized_start=993
+  _globals['_PROMPTLOGPROBS']._serialized_end=1057
+  _globals['_ENDPOINT']._serialized_start=1059
+  _globals['_ENDPOINT']._serialized_end=1105
+  _globals['_RANKENDPOINTS']._serialized_start=1107
+  _globals['_RANKENDPOINTS']._serialized_end=1164
+  _globals['_KVTICKET']._serialized_start=1167
+  _globals['_KVTICKET']._serialized_end=1456
+  _globals['_TRANSFERREPORT']._serialized_start=1459
+  _globals['_TRANSFERREPORT']._serialized_end=1679
+  _globals['_KVLAYOUT']._serialized_start=1681
+  _globals['_KVLAYOUT']._serialized_end=1805
+  _globals['_WORKERINFO']._serialized_start=1808
+  _globals['_WORKERINFO']._serialized_end=2175
+  _globals['_WORKERINFO_FINGERPRINTENTRY']._serialized_start=2125
+  _globals['_WORKERINFO_FINGERPRINTENTRY']._serialized_end=2175
+  _globals['_WORKERLOAD']._serialized_start=2178
+  _globals['_WORKERLOAD']._serialized_end=2387
+  _globals['_WORKERLOAD_COUNTERSENTRY']._serialized_start=2340
+  _globals['_WORKERLOAD_COUNTERSENTRY']._serialized_end=2387
+  _globals['_BLOCKCOUNTS']._serialized_start=2389
+  _globals['_BLOCKCOUNTS']._serialized_end=2480
 # @@protoc_insertion_point(module_scope)

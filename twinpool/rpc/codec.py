@@ -40,6 +40,7 @@ def request_to_pb(request: Request) -> types_pb2.Request:
         prompt_ids=request.prompt_ids,
         output_ids=request.output_ids,
         sampling=_sampling_to_pb(request.sampling),
+        cache_salt=request.cache_salt,
     )
 
 
@@ -55,6 +56,7 @@ def request_from_pb(message: types_pb2.Request, *, timeout_s: float) -> Request:
         output_ids=_token_ids("output_ids", message.output_ids),
         sampling=_sampling_from_pb(message.sampling),
         timeout_s=timeout_s,
+        cache_salt=_text("cache_salt", message.cache_salt, least=0),
     )
     if not request.prompt_ids:
         raise InvalidRequest("prompt_ids", "there is no token")
@@ -69,7 +71,10 @@ def request_from_pb(message: types_pb2.Request, *, timeout_s: float) -> Request:
 def output_to_pb(output: TokenOutput) -> types_pb2.TokenOutput:
     """Return the message of ``output``."""
     message = types_pb2.TokenOutput(
-        index=output.index, token_id=output.token_id, finish=_FINISH_TO_PB[output.finish]
+        index=output.index,
+        token_id=output.token_id,
+        finish=_FINISH_TO_PB[output.finish],
+        cached_tokens=output.cached_tokens,
     )
     if output.logprob is not None:
         message.logprob.CopyFrom(_logprob_to_pb(output.logprob))
@@ -100,6 +105,7 @@ def output_from_pb(message: types_pb2.TokenOutput) -> TokenOutput:
             if message.HasField("prompt_logprobs")
             else None
         ),
+        cached_tokens=_integer("cached_tokens", message.cached_tokens),
     )
 
 
