@@ -34,10 +34,17 @@ class Deployment(Protocol):
 
 
 class StartedElsewhere:
-    """Workers that come and go by other hands."""
+    """Workers that come and go by other hands.
+
+    Args:
+        security: What keeps strangers from joining them.
+    """
+
+    def __init__(self, *, security: str = "nothing") -> None:
+        self._security = security
 
     def describe(self) -> Mapping[str, object]:
-        return {"workers": [], "ray": "not used"}
+        return {"workers": [], "ray": "not used", "security": self._security}
 
     async def scale(self, wanted: Mapping[Role, int]) -> None:
         raise InvalidRequest(None, "the workers of this deployment are started and ended elsewhere")

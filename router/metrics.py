@@ -85,6 +85,10 @@ class RouterMetrics:
         """Return everything in the text format of ``CONTENT_TYPE``."""
         return generate_latest(self.registry)
 
+    def add_total(self, name: str, about: str, read: Callable[[], int]) -> None:
+        """Show a number that somebody else counts, and that only grows."""
+        self.registry.register(_Total(name, about, read))
+
     def queued(self, wait_s: float) -> None:
         self._queue_s.observe(wait_s)
 
@@ -118,6 +122,18 @@ class RouterMetrics:
             self._request_s.observe(now_s)
             if first_token_s is not None and num_tokens > 1:
                 self._per_token_s.observe((now_s - first_token_s) / (num_tokens - 1))
+
+
+class _Total(Collector):
+    """A counter that is read when it is asked for."""
+
+    def __init__(self, name: str, about: str, read: Callable[[], int]) -> None:
+        self._name = name
+        self._about = about
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(self._name, self._about, value=self._read())
 
 
 class _WorkerCollector(Collector):

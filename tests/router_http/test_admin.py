@@ -119,7 +119,11 @@ def test_settings_that_cannot_work_are_refused_by_name(field: str, value: object
 
 
 def test_workers_that_were_started_elsewhere_are_not_ours_to_scale(site: Site) -> None:
-    assert site.request("GET", "/admin/deployment").json == {"workers": [], "ray": "not used"}
+    assert site.request("GET", "/admin/deployment").json == {
+        "workers": [],
+        "ray": "not used",
+        "security": "nothing",
+    }
 
     scaled = site.post("/admin/scale", {"prefill": 2})
     replaced = site.post("/admin/replace", {"worker": "w0"})

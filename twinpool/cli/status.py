@@ -40,6 +40,7 @@ def _show(console: Console, url: str, found: Mapping[str, Any]) -> None:
     ray = found["deployment"].get("ray", "ok")
     if ray not in ("ok", "not used"):
         console.print(f"Ray: {ray}", soft_wrap=True)
+    console.print(f"strangers are kept out by: {found['deployment'].get('security', '?')}", soft_wrap=True)
     router = audit["router"]
     books = "the books add up" if audit["ok"] else "THE BOOKS DO NOT ADD UP"
     console.print(

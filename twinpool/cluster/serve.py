@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from router.connect import connect_over_grpc
+from router.deployment import StartedElsewhere
 from router.http.app import create_app
 from router.http.model import ServedModel
 from router.http.server import HTTPServer
@@ -84,6 +85,7 @@ class _Server:
     ) -> None:
         self._config = config
         self._trust = trust
+        self._door = Door(trust, callers=Party.WORKER, audience=REGISTRY)
         self._folder = folder
         self._model = model
         self._say = say
@@ -126,7 +128,7 @@ class _Server:
         )
         registry = RegistryServer(
             pool,
-            door=Door(self._trust, callers=Party.WORKER, audience=REGISTRY),
+            door=self._door,
             host=self._config.join_host,
             port=self._config.join_port,
             config=RegistryConfig(heartbeat_s=config.heartbeat_s),
@@ -162,7 +164,15 @@ class _Server:
     async def _http(self, pool: WorkerPool, agent: AgentProcess | None) -> AsyncIterator[tuple[Router, str]]:
         clock, config = SystemClock(), self._config.router
         router = Router(config, pool=pool, clock=clock)
-        deployment = None if agent is None else RayDeployment(agent, self._config.pools)
+        router.metrics.add_total(
+            "twinpool_refused_calls", "Calls of strangers to the router", lambda: self._door.num_refused
+        )
+        security = self._trust.describe()
+        deployment = (
+            StartedElsewhere(security=security)
+            if agent is None
+            else RayDeployment(agent, self._config.pools, security=security)
+        )
         app = create_app(router, self._model, self._config.http, deployment=deployment)
         server = HTTPServer(app, replace(self._config.http, stop_timeout_s=_CUT_S))
         await server.start()
@@ -297,16 +307,19 @@ class RayDeployment:
     Args:
         agent: Of this deployment.
         pools: What was wanted at the start.
+        security: What keeps strangers from joining them.
     """
 
-    def __init__(self, agent: AgentProcess, pools: PoolsConfig) -> None:
+    def __init__(self, agent: AgentProcess, pools: PoolsConfig, *, security: str) -> None:
         self._agent = agent
+        self._security = security
         self._wanted = {role: pool.workers for role, pool in pools.by_role().items()}
 
     def describe(self) -> Mapping[str, object]:
         return {
             "workers": [unbind(report) for report in self._agent.reports or ()],
             "ray": self._agent.away or self._agent.failure or "ok",
+            "security": self._security,
         }
 
     async def scale(self, wanted: Mapping[Role, int]) -> None:

@@ -58,11 +58,9 @@ class Trust:
 
     def describe(self) -> str:
         """Say in a few words what keeps strangers out."""
-        kept_out = [
-            *(["a secret"] if self.secret.is_set else []),
-            *(["certificates"] if self.tls is not None else []),
-        ]
-        return " and ".join(kept_out) or "nothing"
+        names = (("secret", self.secret.is_set), ("certificates", self.tls is not None))
+        there = " and ".join(name for name, is_there in names if is_there) or "nothing"
+        return f"{there}, INSECURE" if self.insecure and not self.is_closed else there
 
 
 def load_trust(config: SecurityConfig, *, party: Party, secret: Secret | None = None) -> Trust:
