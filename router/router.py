@@ -115,6 +115,7 @@ class Router:
                     num_tokens += 1
                     if first_token_s is None:
                         first_token_s = timeline.now_s()
+                        timeline.cached_tokens = output.cached_tokens
                         timeline.event("first_token")
                         self.metrics.first_token(
                             after_s=first_token_s, num_prompt_tokens=len(request.prompt_ids)
@@ -253,7 +254,7 @@ class Router:
         claim.ticket = ticket
         # The worker's clock starts somewhere between the question and the answer.
         claim.reserved_s = (span.start_s + journey.timeline.now_s()) / 2
-        journey.timeline.cached_tokens = ticket.cached_tokens
+        span.detail["cached_tokens"] = ticket.cached_tokens
         return ticket
 
     async def _prefill(

@@ -190,8 +190,14 @@ class _Reply:
         return usage(
             prompt_tokens=self._job.prompt_tokens,
             completion_tokens=sum(self._num_tokens),
-            cached_tokens=sum(choice.timeline.cached_tokens for choice in self._job.choices),
+            cached_tokens=self._cached_tokens(),
         )
+
+    def _cached_tokens(self) -> int:
+        """Count each prompt once, as its coldest choice had it: what that one computed others may find."""
+        cached = [choice.timeline.cached_tokens for choice in self._job.choices]
+        step = self._job.choices_per_prompt
+        return sum(min(cached[start : start + step]) for start in range(0, len(cached), step))
 
 
 def _json(value: dict[str, object]) -> bytes:

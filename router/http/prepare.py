@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import random
 import time
 import uuid
@@ -49,6 +50,7 @@ class Job:
     model: str
     tenant: str  # the ``user`` field: different ones wait in turn
     choices: tuple[Choice, ...]
+    choices_per_prompt: int
     prompt_tokens: int  # each prompt counted once
     num_logprobs: int | None
     num_prompt_logprobs: int | None
@@ -202,7 +204,7 @@ class Preparer:
     ) -> Job:
         self.check_ids("logit_bias", [token_id for token_id, _ in body.logit_bias])
         self.check_ids("stop_token_ids", body.stop_token_ids)
-        answer_id = uuid.uuid4().hex
+        answer_id, tenant = uuid.uuid4().hex, body.user or ""
         choices: list[Choice] = []
         for prompt in prompts:
             max_tokens = self._max_tokens(body, prompt)
@@ -232,6 +234,7 @@ class Preparer:
                             prompt_ids=prompt.ids,
                             sampling=sampling,
                             timeout_s=self._timeout_s,
+                            cache_salt=cache_salt(tenant, body.cache_salt or ""),
                         ),
                         timeline=RequestTimeline(
                             request_id if index == 0 else f"{request_id}-{index}", self._clock
@@ -251,8 +254,9 @@ class Preparer:
             answer_id=answer_id,
             created_s=int(time.time()),
             model=self._model.name,
-            tenant=body.user or "",
+            tenant=tenant,
             choices=tuple(choices),
+            choices_per_prompt=body.n,
             prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
             num_logprobs=num_logprobs,
             num_prompt_logprobs=body.prompt_logprobs,
@@ -286,3 +290,15 @@ class Preparer:
             return seed % 2**64
         digest = hashlib.blake2b(f"{seed % 2**64}/{number}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big")
+
+
+def cache_salt(tenant: str, own: str) -> str:
+    """Return what a request must have in common with another one to share its KV: short, whatever was sent.
+
+    Args:
+        tenant: Who asks; tenants never share.
+        own: The request's own salt, within its tenant.
+    """
+    if not tenant and not own:
+        return ""
+    return hashlib.blake2b(json.dumps([tenant, own]).encode(), digest_size=16).hexdigest()

@@ -38,6 +38,7 @@ MAX_PROMPTS = 32
 MAX_MESSAGES = 2048
 MAX_TOOLS = 128
 MAX_NAME_CHARS = 256
+MAX_SALT_CHARS = 256
 MAX_WORKERS = 1024
 
 TEMPLATE_OWN = frozenset(
@@ -268,6 +269,7 @@ class _Generation(_Body):
     prompt_logprobs: _NumLogprobs | None = None
     return_token_ids: bool = False
     user: str | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
     @model_validator(mode="after")
     def _fields_fit_each_other(self) -> _Generation:

@@ -59,7 +59,8 @@ class FakeWorker:
 
     ``hooks`` maps a phase (reserve, reserved, prefill, prefilled, resume, token, generate, release)
     to what happens there; "token" runs before each token of a stream.  ``forged`` replaces fields
-    of its tickets, and ``tickets`` are those that were given to it.
+    of its tickets, and ``tickets`` are those that were given to it.  ``cached_tokens`` is what it says
+    of the prompts it computes.
     """
 
     def __init__(self, world: World, info: WorkerInfo) -> None:
@@ -70,6 +71,7 @@ class FakeWorker:
         self.requests: list[Request] = []
         self.forged: dict[str, Any] = {}
         self.tickets: list[KVTicket] = []
+        self.cached_tokens = 0
         self.free_blocks = info.num_blocks
         self.reservations: dict[str, Reservation] = {}
         self.num_running = 0
@@ -260,6 +262,7 @@ class FakeWorker:
             token_id=next_token(ids),
             finish=FinishReason.LENGTH if index + 1 == request.sampling.max_tokens else None,
             prompt_logprobs=(None, *(TokenLogprob(t, -1.0, 1) for t in ids[1:])) if asked else None,
+            cached_tokens=0 if so_far else self.cached_tokens,
         )
 
 

@@ -126,6 +126,24 @@ def test_the_log_shows_a_request_in_its_public_shape() -> None:
     asyncio.run(main())
 
 
+def test_cached_tokens_are_those_that_whoever_gave_the_first_token_did_not_compute() -> None:
+    async def main() -> None:
+        async with running(disaggregated()) as world:
+            prefill, decode = world.workers["prefill-0"], world.workers["decode-0"]
+            prefill.cached_tokens, decode.cached_tokens = 16, 99
+            decode.forged = {"cached_tokens": 12}
+            await world.ask(request(PROMPT, request_id="twice"))
+            await world.ask(request(PROMPT, request_id="once", max_tokens=1))
+            shown = [world.router.log.get(name) for name in ("twice", "once")]
+
+        assert [story and story["cached_tokens"] for story in shown] == [16, 16]
+        assert shown[0] is not None and isinstance(shown[0]["spans"], list)
+        (reserve,) = (span for span in shown[0]["spans"] if span["name"] == "reserve")
+        assert reserve["cached_tokens"] == 12  # not sent
+
+    asyncio.run(main())
+
+
 def test_the_log_forgets_the_oldest_request() -> None:
     log = RequestLog(max_requests=2)
     for name in ("a", "b", "a", "c"):

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -90,6 +90,7 @@ class ScriptedWorker:
     error: BaseException = field(default_factory=lambda: ServingError("no"))
     prefill_errors: list[ServingError] = field(default_factory=list)  # of the next prompts sent elsewhere
     resume_errors: list[ServingError] = field(default_factory=list)  # of the next transfers
+    cached_tokens: list[int] = field(default_factory=list)  # of the next prompts; then 0
     requests: list[Request] = field(default_factory=list)
     num_open: int = 0
     num_tokens: int = 0  # given in all
@@ -102,7 +103,7 @@ class ScriptedWorker:
                 await asyncio.sleep(self.delay_s)
                 if index == self.error_at:
                     raise self.error
-                output = _output(request, index, token_id)
+                output = self._first(request, index, token_id)
                 self.num_tokens += 1
                 yield output
                 if output.finish is not None:
@@ -131,7 +132,7 @@ class ScriptedWorker:
         if self.prefill_errors:
             raise self.prefill_errors.pop(0)
         ((index, token_id), *_) = self._rest(request, len(request.output_ids))
-        return _output(request, index, token_id)
+        return self._first(request, index, token_id)
 
     async def resume(self, ticket: KVTicket, first: TokenOutput) -> AsyncGenerator[TokenOutput, None]:
         if self.resume_errors:
@@ -163,6 +164,13 @@ class ScriptedWorker:
 
     async def close(self) -> None:
         pass
+
+    def _first(self, request: Request, index: int, token_id: int) -> TokenOutput:
+        """Return an output of whoever computes the prompt."""
+        output = _output(request, index, token_id)
+        if index > len(request.output_ids) or not self.cached_tokens:
+            return output
+        return replace(output, cached_tokens=self.cached_tokens.pop(0))
 
     def _rest(self, request: Request, start: int) -> list[tuple[int, int]]:
         return list(enumerate(self._ids(request)))[start:]

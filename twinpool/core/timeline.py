@@ -42,7 +42,8 @@ class RequestTimeline:
         prefill_worker: Who computes the prompt in the last attempt; None if its decode worker does.
         decode_worker: Who generates; None if the first token is the whole answer.
         kv_bytes: Payload moved between workers, all attempts together.
-        cached_tokens: Prompt tokens the last attempt found in a cache.
+        cached_tokens: Prompt tokens that were not computed for this answer: whoever gave its first token had
+            their KV.
         outcome: How the request ended: a finish reason, ``cancelled`` or the class of an error.  Set to
             ``stop`` by one who closes the stream because the answer is complete (a stop string).
     """
