@@ -62,9 +62,9 @@ def hello_from_bytes(data: bytes) -> Hello:
     )
 
 
-def header_of(frames: Sequence[Frame]) -> bytes:
-    """Return what goes before the payloads of one message: the header and its length."""
-    header = kv_pb2.PushHeader(
+def frame_headers(frames: Sequence[Frame]) -> bytes:
+    """Return what a message says of its frames."""
+    return kv_pb2.PushHeader(
         frames=[
             kv_pb2.FrameHeader(
                 layer=frame.layer,
@@ -76,6 +76,11 @@ def header_of(frames: Sequence[Frame]) -> bytes:
             for frame in frames
         ]
     ).SerializeToString()
+
+
+def header_of(frames: Sequence[Frame]) -> bytes:
+    """Return what goes before the payloads of one message: the header and its length."""
+    header = frame_headers(frames)
     return _LENGTH.pack(len(header)) + header
 
 
@@ -93,15 +98,27 @@ def unpack(message: memoryview, hello: Hello) -> list[Frame]:
     if len(message) < _LENGTH.size:
         raise TransferDamaged(f"a message of {len(message)} bytes has no header")
     start = _LENGTH.size + _LENGTH.unpack_from(message)[0]
+    if start > len(message):
+        raise TransferDamaged(f"a message of {len(message)} bytes ends before its header, at {start}")
+    return frames_in(message[start:], message[_LENGTH.size : start].tobytes(), hello)
+
+
+def frames_in(payloads: memoryview, header: bytes, hello: Hello) -> list[Frame]:
+    """Cut the payloads of one message into frames, as its header says.
+
+    Raises:
+        TransferDamaged: The header is none, or speaks of other payloads.
+    """
     try:
-        header = kv_pb2.PushHeader.FromString(message[_LENGTH.size : start].tobytes())
+        parts = kv_pb2.PushHeader.FromString(header).frames
     except DecodeError as error:
         raise TransferDamaged(f"the header of a message cannot be read: {error}") from None
-    if start + sum(part.payload_bytes for part in header.frames) != len(message):
+    if sum(part.payload_bytes for part in parts) != len(payloads):
         raise TransferDamaged("the payloads named in a header do not fill its message")
     frames = []
-    for part in header.frames:
-        payload = HostPayload([message[start : start + part.payload_bytes]])
+    start = 0
+    for part in parts:
+        payload = HostPayload([payloads[start : start + part.payload_bytes]])
         start += part.payload_bytes
         frames.append(frame_of(part, hello, payload))
     return frames
