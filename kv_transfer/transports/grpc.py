@@ -1,13 +1,13 @@
 """Between processes and hosts: one gRPC stream per part over one kept connection per peer.
 
 The messages are described in ``proto/kv.proto``.  Uses ``grpc.aio`` on the caller's event loop and no thread
-of its own.
+of its own.  With TLS, both ends show a worker's certificate.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import suppress
 
 import grpc
@@ -16,6 +16,7 @@ import grpc.aio
 from kv_transfer.config import MAX_MESSAGE_BYTES, TransferConfig
 from kv_transfer.credit import Credit
 from kv_transfer.frame import Frame
+from kv_transfer.heap import keep_freed_memory
 from kv_transfer.hello import Hello
 from kv_transfer.hub import Hub
 from kv_transfer.intake import take_in
@@ -29,14 +30,16 @@ from kv_transfer.messages import (
     unpack,
 )
 from kv_transfer.transport import FrameSink
-from twinpool.core.errors import ConfigError, TransferDamaged, TransferError, TransferTimeout
+from twinpool.core.errors import ConfigError, TransferDamaged, TransferError, TransferTimeout, Untrusted
 from twinpool.core.ticket import Endpoint
-from twinpool.core.tls import TLSFiles
+from twinpool.core.tls import Party, TLSFiles, check_peer
 
 _Context = grpc.aio.ServicerContext[bytes, bytes]
 _SERVICE, _METHOD = "twinpool.v1.KVTransfer", "Push"
 _GRACE_S = 0.1  # peers are told to leave before their streams are cut
 
+# Frame, window, read chunk and write buffer sizes, zero-copy sends, more streams and more connections were
+# measured and change nothing; gRPC ignores a name that it does not know, so a test looks for each of these.
 _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -50,6 +53,7 @@ _OPTIONS = (
 _SERVER_OPTIONS = (
     *_OPTIONS,
     ("grpc.so_reuseport", 0),  # two workers on one port would each get half of the transfers
+    ("grpc.max_connection_idle_ms", 600_000),  # of a host that vanished while nothing was sent
 )
 _CHANNEL_OPTIONS = (
     *_OPTIONS,
@@ -60,30 +64,36 @@ _FAILED = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.
 
 
 class GrpcTransport:
-    """A server of its own and a table of connections to peers."""
+    """A server of its own and the connections to peers that are there."""
 
     moves_tensors = False
 
-    def __init__(self, config: TransferConfig) -> None:
+    def __init__(self, config: TransferConfig, tls: TLSFiles | None) -> None:
         self._config = config
+        self._tls = tls
         self._server = grpc.aio.server(options=_SERVER_OPTIONS)
         listen = config.listen or "127.0.0.1:0"
         host = config.advertise_host or listen.rpartition(":")[0]
         if host in ("0.0.0.0", "[::]"):
             raise ConfigError("transfer.advertise_host", f"needed, since no peer can connect to {listen}")
         try:
-            port = self._server.add_insecure_port(listen)
+            port = self._bind(listen)
         except RuntimeError as error:
             raise ConfigError("transfer.listen", f"{listen} cannot be bound: {error}") from error
         self._endpoint = Endpoint("grpc", f"{host}:{port}")
-        self._connections: dict[str, grpc.aio.Channel] = {}
+        self._connections: list[_Connection] = []
 
     @property
     def endpoint(self) -> Endpoint:
         return self._endpoint
 
+    @property
+    def num_connections(self) -> int:
+        """Connections to peers that are kept."""
+        return len(self._connections)
+
     async def start(self, sink: FrameSink) -> None:
-        service = _PushService(sink, self._config)
+        service = _PushService(sink, self._config, needs_certificate=self._tls is not None)
         handler = grpc.stream_stream_rpc_method_handler(service.push)
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),)
@@ -94,13 +104,14 @@ class GrpcTransport:
         return True
 
     async def open(self, peer: Endpoint, hello: Hello, *, timeout_s: float) -> GrpcChannel:
-        # No serializers: messages are raw bytes.
-        push = self._connection(peer.address).stream_stream(f"/{_SERVICE}/{_METHOD}", None, None)
-        channel = GrpcChannel(push(None), peer.address)
+        await self._drop_unneeded()
+        connection = self._connection(peer.address)
+        channel = connection.new_channel()
         try:
             async with asyncio.timeout(timeout_s):
                 await channel.meet(hello)
         except TimeoutError:
+            connection.is_suspect = True
             await channel.abort()
             raise TransferTimeout(f"no answer from {peer.address} in {timeout_s:g} s") from None
         except BaseException:
@@ -109,29 +120,89 @@ class GrpcTransport:
         return channel
 
     async def close(self) -> None:
-        connections, self._connections = self._connections, {}
-        for connection in connections.values():
-            await connection.close(grace=None)
+        connections, self._connections = self._connections, []
+        for connection in connections:
+            await connection.close()
         await self._server.stop(grace=_GRACE_S)
 
-    def _connection(self, address: str) -> grpc.aio.Channel:
+    def _bind(self, listen: str) -> int:
+        if self._tls is None:
+            return self._server.add_insecure_port(listen)
+        pairs = [(self._tls.key, self._tls.cert)]
+        credentials = grpc.ssl_server_credentials(
+            pairs, root_certificates=self._tls.ca, require_client_auth=True
+        )
+        return self._server.add_secure_port(listen, credentials)
+
+    def _connection(self, address: str) -> _Connection:
         """Return the kept connection, or a new one after a failure: a restarted peer is reached at once."""
-        kept = self._connections.get(address)
-        if kept is None or kept.get_state() in _FAILED:
-            self._connections[address] = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        return self._connections[address]
+        for kept in self._connections:
+            if kept.address == address and not kept.has_failed:
+                return kept
+        connection = _Connection(address, self._tls)
+        self._connections.append(connection)
+        return connection
+
+    async def _drop_unneeded(self) -> None:
+        """Close connections that nothing goes over and that lead nowhere: their peers are gone."""
+        unneeded = [connection for connection in self._connections if not connection.is_needed]
+        self._connections = [connection for connection in self._connections if connection.is_needed]
+        for connection in unneeded:
+            await connection.close()
+
+
+class _Connection:
+    """A connection to a peer, kept from one transfer to the next."""
+
+    def __init__(self, address: str, tls: TLSFiles | None) -> None:
+        self.address = address
+        self.is_suspect = False  # the peer did not answer on it
+        self._num_parts = 0  # that go over it
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+            return
+        credentials = grpc.ssl_channel_credentials(
+            root_certificates=tls.ca, private_key=tls.key, certificate_chain=tls.cert
+        )
+        named = (*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", Party.WORKER.dns_name))
+        self._channel = grpc.aio.secure_channel(address, credentials, options=named)
+
+    @property
+    def has_failed(self) -> bool:
+        return self.is_suspect or self._channel.get_state() in _FAILED
+
+    @property
+    def is_needed(self) -> bool:
+        is_up = self._channel.get_state() is grpc.ChannelConnectivity.READY and not self.is_suspect
+        return is_up or self._num_parts > 0
+
+    def new_channel(self) -> GrpcChannel:
+        """Begin a stream."""
+        # No serializers: messages are raw bytes.
+        push = self._channel.stream_stream(f"/{_SERVICE}/{_METHOD}", None, None)
+        self._num_parts += 1
+        return GrpcChannel(push(None), self.address, on_end=self._note_end)
+
+    async def close(self) -> None:
+        await self._channel.close(grace=None)
+
+    def _note_end(self) -> None:
+        self._num_parts -= 1
 
 
 class GrpcChannel:
-    """The sender's half of a stream."""
+    """The sender's half of a stream; ``on_end`` is called once."""
 
     def __init__(
         self,
         call: grpc.aio.StreamStreamCall[bytes, bytes],
         address: str,
+        *,
+        on_end: Callable[[], None],
     ) -> None:
         self._call = call
         self._address = address
+        self._on_end = on_end
         self._credit = Credit()
         self._met = asyncio.Event()
         self._replies = asyncio.create_task(self._read_replies())
@@ -191,6 +262,7 @@ class GrpcChannel:
     def _note_end(self, replies: asyncio.Task[None]) -> None:
         self._credit.close()
         self._met.set()
+        self._on_end()
         if not replies.cancelled():
             replies.exception()
 
@@ -198,12 +270,15 @@ class GrpcChannel:
 class _PushService:
     """The receiver's half of all streams."""
 
-    def __init__(self, sink: FrameSink, config: TransferConfig) -> None:
+    def __init__(self, sink: FrameSink, config: TransferConfig, *, needs_certificate: bool) -> None:
         self._sink = sink
         self._config = config
+        self._needs_certificate = needs_certificate
 
     async def push(self, requests: AsyncIterator[bytes], context: _Context) -> AsyncGenerator[bytes, None]:
-        """Take in one transfer, and answer with credit and with how it ended."""
+        """Take in one part, and answer with credit and with how it ended."""
+        if self._needs_certificate:
+            await _check_certificate(context)
         replies: asyncio.Queue[bytes | None] = asyncio.Queue()  # None: the last one was said
         intake = asyncio.create_task(self._take_in(requests, replies))
         intake.add_done_callback(lambda task: replies.put_nowait(None))
@@ -237,6 +312,14 @@ class _PushService:
             raise TransferDamaged("the stream names no transfer") from None
 
 
+async def _check_certificate(context: _Context) -> None:
+    """Let workers in, and nobody else whose certificate our CA has signed."""
+    try:
+        check_peer(context.auth_context().get("x509_subject_alternative_name", ()), Party.WORKER)
+    except Untrusted as error:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+
+
 async def _messages(requests: AsyncIterator[bytes], hello: Hello) -> AsyncGenerator[Sequence[Frame], None]:
     async for data in requests:
         yield unpack(memoryview(data), hello)
@@ -250,9 +333,11 @@ def unavailable() -> str:
 def create(config: TransferConfig, hub: Hub, tls: TLSFiles | None) -> GrpcTransport:
     """Create a worker's gRPC transport and bind ``config.listen``, a ``host:port``; port 0 is any free one.
 
-    It needs no hub: a peer is found by its address.
+    It needs no hub: a peer is found by its address.  From now on this process keeps memory that it frees
+    (``kv_transfer/heap.py``).
 
     Raises:
         ConfigError: The address is taken or cannot be bound.
     """
-    return GrpcTransport(config)
+    keep_freed_memory()
+    return GrpcTransport(config, tls)

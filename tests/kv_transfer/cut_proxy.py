@@ -19,6 +19,7 @@ class CutProxy:
         is_refusing: New connections are reset.
         passed_bytes: Upstream bytes that went through since the start.
         num_flipped: Bits flipped since the start.
+        num_connections: Connections made since the start.
     """
 
     def __init__(self, target: str) -> None:
@@ -28,6 +29,7 @@ class CutProxy:
         self.is_refusing = False
         self.passed_bytes = 0
         self.num_flipped = 0
+        self.num_connections = 0
         self._host, _, port = target.rpartition(":")
         self._port = int(port)
         self._moving = asyncio.Event()
@@ -70,6 +72,7 @@ class CutProxy:
         task = asyncio.current_task()
         assert task is not None
         self._handlers.add(task)
+        self.num_connections += 1
         writers = {writer}
         try:
             if self.is_refusing:
