@@ -6,7 +6,7 @@ What is missing here, processes and HTTP, is in ``tests/e2e`` and ``tests/chaos`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,8 @@ from kv_transfer.ends import RankIdentity, start_ends
 from kv_transfer.group import Identity, ReceiverGroup, SenderGroup
 from kv_transfer.hub import Hub
 from kv_transfer.receiver import KVReceiver
+from kv_transfer.sender import KVSender
+from kv_transfer.transport import Transport
 from prefill_service.service import PrefillService
 from router.config import RouterConfig
 from router.router import Router
@@ -46,6 +48,7 @@ class Worker:
     cache: KVCache
     loop: EngineLoop
     receiver: KVReceiver
+    transports: tuple[Transport, ...]  # that it sends over
     prefill: PrefillService
     decode: DecodeService
     service: WorkerService
@@ -107,8 +110,13 @@ async def system(
     router: RouterConfig | None = None,
     num_blocks: int = 64,
     cache_type: type[KVCache] = KVCache,
+    wrap_transport: Callable[[Transport], Transport] = lambda transport: transport,
 ) -> AsyncIterator[System]:
-    """Run a deployment; everything is closed however the block ends."""
+    """Run a deployment; everything is closed however the block ends.
+
+    Args:
+        wrap_transport: Puts something between a worker's sender and its transport.
+    """
     loaded = load_model(folder, dtype="float32") if isinstance(folder, Path) else folder
     config = router or RouterConfig()
     engine = engine or EngineConfig()
@@ -133,6 +141,7 @@ async def system(
                 transfer=transfer,
                 transport_name=transport,
                 hub=hub,
+                wrap_transport=wrap_transport,
             )
             ports[worker.info.worker_id] = WorkerPorts(
                 prefill=worker.prefill, decode=worker.decode, worker=worker.service, connection=_Connection()
@@ -169,6 +178,7 @@ async def _start(
     transfer: TransferConfig,
     transport_name: str,
     hub: Hub,
+    wrap_transport: Callable[[Transport], Transport],
 ) -> Worker:
     clock, spec = SystemClock(), loaded.spec
     limits = EngineLimits(
@@ -183,7 +193,9 @@ async def _start(
     stack.push_async_callback(ends.close)
     await loop.start()
     stack.push_async_callback(loop.close)
-    prefill = PrefillService(loop, SenderGroup(ends.sender))
+    transports = tuple(wrap_transport(transport) for transport in ends.transports)
+    sender = KVSender(cache, transports, clock, transfer, worker_id=worker_id, secret=SECRET)
+    prefill = PrefillService(loop, SenderGroup(sender))
     stack.push_async_callback(prefill.close)
     identity = Identity(worker_id=worker_id, epoch=1, layout=cache.layout, ranks=(ends.endpoints,))
     receiving = ReceiverGroup(ends.receiver, identity, secret=SECRET, lease_s=transfer.lease_s)
@@ -217,6 +229,7 @@ async def _start(
         cache=cache,
         loop=loop,
         receiver=ends.receiver,
+        transports=transports,
         prefill=prefill,
         decode=decode,
         service=service,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kv_transfer.config import TransferConfig
+from kv_transfer.frame import Frame
 from router.config import Fallback, RouterConfig
 from tests.checkpoints_toy import make_checkpoint
 from tests.kv_bytes import kv_bytes
@@ -102,11 +104,11 @@ def test_damage_on_the_wire_is_noticed_and_never_decoded(folder: Path) -> None:
             decode = pair.workers[1]
             original = decode.receiver.accept
 
-            def accept_damaged(frame: object) -> None:
-                payload = bytearray(frame.payload)  # type: ignore[attr-defined]
+            def accept_damaged(frame: Frame) -> None:
+                payload = bytearray(frame.payload.views()[0])
                 payload[0] ^= 1
-                object.__setattr__(frame, "payload", memoryview(payload))
-                original(frame)  # type: ignore[arg-type]
+                rest = frame.payload.views()[1:]
+                original(replace(frame, payload=HostPayload([memoryview(payload), *rest])))
 
             decode.receiver.accept = accept_damaged  # type: ignore[method-assign]
             # Each attempt may give its first token, so the answer must be longer than there are attempts.
