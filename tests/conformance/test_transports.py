@@ -30,6 +30,7 @@ from tests.kv_transfer.workers import (
     hello_of,
     open_channel,
     receiving,
+    sealed,
     start_worker,
     two_workers,
     write_all,
@@ -37,12 +38,14 @@ from tests.kv_transfer.workers import (
 from tests.patience import PATIENCE_S, eventually
 from twinpool.core.clock import ManualClock, SystemClock
 from twinpool.core.errors import (
+    LayoutMismatch,
     TransferDamaged,
     TransferError,
     TransferRefused,
     TransferTimeout,
 )
 from twinpool.core.payload import HostPayload
+from twinpool.core.ports import KVRange
 from twinpool.core.ticket import Endpoint, KVTicket
 
 TOKENS = 42
@@ -532,6 +535,107 @@ def test_no_more_is_in_flight_than_the_receiver_gave_credit_for(name: str) -> No
 
         assert (target.bytes == source.bytes).all()
         assert 0 < sink.most_in_flight_bytes <= config.credit_bytes
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"proof": bytes(32)}, "the sender does not hold the ticket"),
+        ({"wire": "int8"}, "the sender does not hold the ticket"),
+        ({"transfer_id": "0" * 32}, "no such transfer is expected"),
+        ({"epoch": 1}, "epoch 1 is over, this is 11"),
+    ],
+)
+def test_a_stranger_is_not_admitted_and_the_true_sender_is(
+    name: str, change: dict[str, Any], message: str
+) -> None:
+    async def scenario() -> None:
+        async with two_workers(name, TransferConfig()) as (prefill, decode):
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
+            forged = replace(hello_of(ticket), **change)
+            with pytest.raises(TransferRefused, match=message):
+                await prefill.transport.open(ticket.ranks[0][0], forged, timeout_s=PATIENCE_S)
+
+            transfer = await prefill.sending.begin(ticket, timeout_s=PATIENCE_S)
+            write_all(transfer, ticket, SOURCE)
+            await transfer.wait()
+            assert_equal(prefill, decode)
+            assert decode.receiver.report(ticket.transfer_id).transport == name
+
+    run(scenario())
+
+
+def test_a_part_is_admitted_once(name: str) -> None:
+    async def scenario() -> None:
+        async with two_workers(name, TransferConfig()) as (prefill, decode):
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
+            channel = await open_channel(prefill, ticket)
+            with pytest.raises(TransferRefused, match="was admitted already"):
+                await open_channel(prefill, ticket)
+
+            await channel.send(frames_of(prefill.store, ticket, SOURCE, frame_tokens=16))
+            await channel.finish()
+            await channel.abort()
+            assert_equal(prefill, decode)
+
+    run(scenario())
+
+
+def head_frames(prefill: Worker, ticket: KVTicket, head: int) -> list[Frame]:
+    """The frames of one head of a sequence."""
+    frames = []
+    for layer in range(LAYOUT.num_layers):
+        part = KVRange(
+            layer=layer, blocks=SOURCE, first_token=0, num_tokens=TOKENS, heads=range(head, head + 1)
+        )
+        payload = prefill.store.payload(part, wire=LAYOUT.dtype)
+        frame = sealed(ticket, layer, 0, TOKENS, payload.joined())
+        frames.append(replace(frame, first_head=head, num_heads=1).sealed())
+    return frames
+
+
+def test_two_ranks_bring_their_heads_and_only_both_are_whole(name: str) -> None:
+    async def scenario() -> None:
+        async with two_workers(name, TransferConfig()) as (prefill, decode):
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
+            channels = [
+                await prefill.transport.open(
+                    ticket.ranks[0][0], hello_of(ticket, heads=range(head, head + 1)), timeout_s=PATIENCE_S
+                )
+                for head in range(2)
+            ]
+            await channels[0].send(head_frames(prefill, ticket, 0))
+            await channels[0].finish()
+            assert decode.receiver.report(ticket.transfer_id).complete_s is None
+            with pytest.raises(TransferDamaged):
+                await channels[1].send(head_frames(prefill, ticket, 0))  # not its own
+                await channels[1].finish()
+            for channel in channels:
+                await channel.abort()
+            decode.receiver.cancel(ticket.transfer_id)
+
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
+            for head in (1, 0):
+                hello = hello_of(ticket, heads=range(head, head + 1))
+                channel = await prefill.transport.open(ticket.ranks[0][0], hello, timeout_s=PATIENCE_S)
+                await channel.send(head_frames(prefill, ticket, head))
+                await channel.finish()
+                await channel.abort()
+            await wait(decode, ticket)
+            assert_equal(prefill, decode)
+
+    run(scenario())
+
+
+def test_layouts_that_differ_are_refused_by_name(name: str) -> None:
+    async def scenario() -> None:
+        wider = replace(LAYOUT, head_dim=2 * LAYOUT.head_dim)
+        async with two_workers(name, TransferConfig(), target_layout=wider) as (prefill, decode):
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
+            with pytest.raises(LayoutMismatch, match="head_dim: prefill stores 4, decode stores 8"):
+                await prefill.sending.begin(ticket, timeout_s=PATIENCE_S)
 
     run(scenario())
 
