@@ -22,6 +22,7 @@ class Sequenced:
     blocks: Sequence[int]
     num_computed_tokens: int = 0
     arrived_s: float = 0.0
+    has_destination: bool = False
     token_ids: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     logprobs: list[TokenLogprob | None] = field(default_factory=list)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from twinpool.engine.plan import BatchItem
+from twinpool.engine.rank_plan import RankItem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,25 +39,21 @@ class Batch:
     spans: tuple[Span, ...]
 
 
-def build_batch(items: Sequence[BatchItem], *, block_tokens: int, device: torch.device) -> Batch:
+def build_batch(items: Sequence[RankItem], *, block_tokens: int, device: torch.device) -> Batch:
     """Lay the items' tokens side by side, in the order given."""
-    spans, token_ids, positions, slots = [], [], [], []
+    spans, positions, slots = [], [], []
     offset = 0
     for item in items:
-        end = item.first_token + item.num_tokens
-        num_blocks = -(-end // block_tokens)
-        blocks = np.asarray(item.sequence.blocks[:num_blocks], dtype=np.int64)
-        assert len(blocks) == num_blocks, f"{end} tokens need {num_blocks} blocks, {len(blocks)} are owned"
-        slots_E = (blocks[:, None] * block_tokens + np.arange(block_tokens)).reshape(-1)[:end]
+        blocks = item.blocks.astype(np.int64)
+        slots_E = (blocks[:, None] * block_tokens + np.arange(block_tokens)).reshape(-1)[: item.end_token]
         spans.append(
             Span(offset=offset, first_token=item.first_token, num_tokens=item.num_tokens, slots_E=slots_E)
         )
-        token_ids.append(np.asarray(item.sequence.token_ids[item.first_token : end], dtype=np.int64))
-        positions.append(np.arange(item.first_token, end))
+        positions.append(np.arange(item.first_token, item.end_token))
         slots.append(slots_E[item.first_token :])
         offset += item.num_tokens
     return Batch(
-        token_ids_T=_tensor(token_ids, device),
+        token_ids_T=_tensor([item.token_ids.astype(np.int64) for item in items], device),
         positions_T=_tensor(positions, device),
         slots_T=_tensor(slots, device),
         spans=tuple(spans),

@@ -18,6 +18,7 @@ from twinpool.core.errors import (
     InvalidRequest,
     PromptTooLong,
     QueueFull,
+    RankLost,
     RequestCancelled,
 )
 from twinpool.core.ports import BlockCounts
@@ -175,7 +176,11 @@ class Engine:
         self._scheduler.drained(sequence)
 
     def step(self, on_written: WrittenHook | None = None) -> StepResult:
-        """End what is over its deadline, then run one batch: plan, run, commit."""
+        """End what is over its deadline, then run one batch: plan, run, commit.
+
+        Raises:
+            RankLost: The worker cannot go on.
+        """
         now_s = self._clock.now_s()
         expired = self._scheduler.expire(now_s)
         plan = self._scheduler.plan(now_s)
@@ -188,6 +193,8 @@ class Engine:
     def _run(self, plan: BatchPlan, on_written: WrittenHook | None) -> tuple[ItemResult, ...]:
         try:
             results = self._runner.run(plan, _layer_hook(plan, on_written))
+        except RankLost:
+            raise  # no further batch can be computed either
         except Exception as error:  # noqa: BLE001 - whatever broke, it ends this batch and not the worker
             _log.exception("a step of %d sequences failed", len(plan.items))
             self.clear_cache()  # KV that made it fail would do so to everybody who finds it

@@ -21,6 +21,7 @@ from twinpool.engine import models
 from twinpool.engine.decoder import Decoder
 from twinpool.engine.decoder_config import DecoderConfig
 from twinpool.engine.model_config import ModelConfig, read_json
+from twinpool.engine.parallel import RankGroup, SingleRank
 from twinpool.engine.weights import Weights, weight_files
 
 # Of these, the numbers of an answer do not depend.
@@ -49,37 +50,47 @@ class ModelSpec:
     dtype: str  # of weights and KV
     fingerprint: Mapping[str, str]  # every setting two workers must share, by name
 
-    def layout(self, *, block_tokens: int) -> KVLayout:
-        """Return the layout of a KV cache for this model."""
+    def layout(self, *, block_tokens: int, tp_size: int = 1) -> KVLayout:
+        """Return the layout of a KV cache for this model, over all ranks.
+
+        Raises:
+            ConfigError: KV heads and ranks do not divide each other.
+        """
         return KVLayout(
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             block_tokens=block_tokens,
             dtype=self.dtype,
+            tp_size=tp_size,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run."""
+    """A model ready to run, or one rank's share of it."""
 
     model: Decoder
-    spec: ModelSpec
+    spec: ModelSpec  # of the whole model
+    group: RankGroup  # the ranks that compute it together
 
 
-def load_model(folder: Path, *, device: str = "cpu", dtype: str = "auto") -> LoadedModel:
+def load_model(
+    folder: Path, *, device: str = "cpu", dtype: str = "auto", group: RankGroup | None = None
+) -> LoadedModel:
     """Load a Hugging Face checkpoint.
 
     Args:
         folder: Holds config.json and safetensors files.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: ``float32``, ``bfloat16``, ``float16``, or ``auto``: float32 on a CPU, bfloat16 on a GPU.
+        group: The ranks of which this process is one; it loads its own share only.  None: it is alone.
 
     Raises:
         ModelError: The checkpoint is damaged or asks for something we cannot do; the message names it.
-        ConfigError: The device or the dtype is unknown or absent.
+        ConfigError: The device or the dtype is unknown or absent, or the ranks cannot share the heads.
     """
+    group = group or SingleRank()
     torch_device = parse_device(device)
     dtype_name = resolve_dtype(dtype, torch_device)
     config = ModelConfig(read_json(folder / "config.json"))
@@ -87,7 +98,8 @@ def load_model(folder: Path, *, device: str = "cpu", dtype: str = "auto") -> Loa
     spec = _spec(folder, config, decoder_config, dtype_name)
     torch_dtype: torch.dtype = getattr(torch, dtype_name)
     weights = Weights(folder, device=torch_device, dtype=torch_dtype)
-    return LoadedModel(Decoder(decoder_config, weights, device=torch_device, dtype=torch_dtype), spec)
+    model = Decoder(decoder_config, weights, group=group, device=torch_device, dtype=torch_dtype)
+    return LoadedModel(model, spec, group)
 
 
 def known_families() -> tuple[str, ...]:

@@ -46,6 +46,11 @@ class SequenceView(Protocol):
     @property
     def blocks(self) -> Sequence[int]: ...
 
+    @property
+    def has_destination(self) -> bool:
+        """Whether its KV is sent to another worker as it is computed."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -109,5 +114,8 @@ class Runner(Protocol):
     """Computes a batch."""
 
     def run(self, plan: BatchPlan, on_layer: LayerHook | None) -> tuple[ItemResult, ...]:
-        """Write the KV of every item, layer by layer, and choose the next token where an item samples."""
+        """Write the KV of every item, layer by layer, and choose the next token where an item samples.
+
+        Whatever it raises ends the sequences of this batch, and RankLost ends the worker.
+        """
         ...

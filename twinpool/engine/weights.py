@@ -1,7 +1,9 @@
 """The tensors of a checkpoint: safetensors files, mapped rather than read, and counted.
 
 Mapped pages belong to the page cache, so that several workers of one host share them as long as the
-type on disk is the type asked for.  Nothing else is ever opened: no pickle, no code from the folder.
+type on disk is the type asked for.  A rank that takes some rows of a matrix touches no others; columns
+are copied together, and the copy is all it keeps.  Nothing else is ever opened: no pickle, no code from
+the folder.
 """
 
 from __future__ import annotations
@@ -48,6 +50,22 @@ class Weights:
         Raises:
             ModelError: There is none of this name, or it has another shape.
         """
+        return self._placed(self._whole(name, shape))
+
+    def take_rows(self, name: str, rows: range, *shape: int) -> Tensor:
+        """Return some rows of a tensor that has ``shape`` as a whole; else as ``take``."""
+        return self._placed(self._whole(name, shape)[rows.start : rows.stop])
+
+    def take_columns(self, name: str, columns: range, *shape: int) -> Tensor:
+        """Return some columns of a matrix that has ``shape`` as a whole; else as ``take``."""
+        return self._placed(self._whole(name, shape)[:, columns.start : columns.stop])
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        """Return it on the device, in the dtype, one row after the other."""
+        return tensor.to(device=self._device, dtype=self._dtype).contiguous()
+
+    def _whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the mapped tensor; nothing of it is read yet."""
         tensor = self._tensors.pop(name, None)
         if tensor is None:
             raise ModelError("--model", f"weight {name} is missing")
@@ -59,7 +77,7 @@ class Weights:
             raise ModelError(
                 "--model", f"weight {name} has type {tensor.dtype}, needed is a float of 16 bits or more"
             )
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor
 
     def drop(self, suffix: str) -> None:
         """Forget the tensors whose name ends so; they are known to carry nothing."""
