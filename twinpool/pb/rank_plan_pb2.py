@@ -4,32 +4,35 @@
 # source: twinpool/pb/rank_plan.proto
 # Protobuf Python Version: 6.31.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 6, 31, 1, "", "twinpool/pb/rank_plan.proto"
+    _runtime_version.Domain.PUBLIC,
+    6,
+    31,
+    1,
+    '',
+    'twinpool/pb/rank_plan.proto'
 )
 # @@protoc_insertion_point(imports)
 
 _sym_db = _symbol_database.Default()
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x1btwinpool/pb/rank_plan.proto\x12\x0btwinpool.v1"0\n\x08RankPlan\x12$\n\x05items\x18\x01 \x03(\x0b\x32\x15.twinpool.v1.RankItem"\x82\x01\n\x08RankItem\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x0c\x12\x0f\n\x07samples\x18\x04 \x01(\x08\x12\x19\n\x11num_prompt_logits\x18\x05 \x01(\r\x12\x12\n\nrequest_id\x18\x06 \x01(\tb\x06proto3'
-)
+
+
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btwinpool/pb/rank_plan.proto\x12\x0btwinpool.v1\"0\n\x08RankPlan\x12$\n\x05items\x18\x01 \x03(\x0b\x32\x15.twinpool.v1.RankItem\"\x82\x01\n\x08RankItem\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x03 \x01(\x0c\x12\x0f\n\x07samples\x18\x04 \x01(\x08\x12\x19\n\x11num_prompt_logits\x18\x05 \x01(\r\x12\x12\n\nrequest_id\x18\x06 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "twinpool.pb.rank_plan_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'twinpool.pb.rank_plan_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_RANKPLAN"]._serialized_start = 44
-    _globals["_RANKPLAN"]._serialized_end = 92
-    _globals["_RANKITEM"]._serialized_start = 95
-    _globals["_RANKITEM"]._serialized_end = 225
+  DESCRIPTOR._loaded_options = None
+  _globals['_RANKPLAN']._serialized_start=44
+  _globals['_RANKPLAN']._serialized_end=92
+  _globals['_RANKITEM']._serialized_start=95
+  _globals['_RANKITEM']._serialized_end=225
 # @@protoc_insertion_point(module_scope)

@@ -26,12 +26,4 @@ class RankItem(_message.Message):
     samples: bool
     num_prompt_logits: int
     request_id: str
-    def __init__(
-        self,
-        first_token: _Optional[int] = ...,
-        token_ids: _Optional[bytes] = ...,
-        blocks: _Optional[bytes] = ...,
-        samples: bool = ...,
-        num_prompt_logits: _Optional[int] = ...,
-        request_id: _Optional[str] = ...,
-    ) -> None: ...
+    def __init__(self, first_token: _Optional[int] = ..., token_ids: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., samples: bool = ..., num_prompt_logits: _Optional[int] = ..., request_id: _Optional[str] = ...) -> None: ...
