@@ -161,7 +161,10 @@ BAD: list[tuple[str, str, Json, str]] = [
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A deployment with its HTTP server, and OpenAI's client of it."""
+    """A deployment with its HTTP server, and OpenAI's client of it.
+
+    One worker computes the prompts, and forgets none: so both deployments find the same prefixes.
+    """
 
     system: System
     client: openai.OpenAI
@@ -184,7 +187,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
         stack = AsyncExitStack()
         try:
             yield [
-                loop.run(_serve(stack, folder, {"colocated": 2}, "colocated")),
+                loop.run(_serve(stack, folder, {"colocated": 1}, "colocated")),
                 loop.run(_serve(stack, folder, {"prefill": 1, "decode": 1}, "disaggregated")),
             ]
         finally:
@@ -248,7 +251,7 @@ class _EventLoop:
 async def _serve(stack: AsyncExitStack, folder: Path, pools: dict[str, int], path: str) -> Server:
     loaded = load_model(folder, dtype="float32")
     engine = EngineConfig(max_chunk_tokens=32)
-    running = await stack.enter_async_context(system(loaded, engine=engine, num_blocks=96, **pools))  # type: ignore[arg-type]
+    running = await stack.enter_async_context(system(loaded, engine=engine, num_blocks=512, **pools))  # type: ignore[arg-type]
     tokenizer = Tokenizer.load(folder)
     model = ServedModel(
         name="toy",
