@@ -1,6 +1,7 @@
 """Transfers of a whole worker: what the services see, whatever the number of its ranks.
 
-Rank 0 lives in this process; the others are RankPorts.  With one rank nothing here waits for anybody else.
+Rank 0 lives in this process; the others are RankPorts.  A transfer begins on all ranks or on none, and what
+ends it on one rank ends it on all.  With one rank nothing here waits for anybody else.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from kv_transfer.outgoing import OutgoingPart
-from kv_transfer.rank import RankPort, wait_for_all
-from kv_transfer.receiver import Expected, KVReceiver
+from kv_transfer.rank import wait_for_all
+from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
-from twinpool.core.errors import ServingError
+from twinpool.core.errors import TransferError, TransferRefused, WorkerLost
 from twinpool.core.layout import KVLayout
+from twinpool.core.rank_port import Expected, RankPort
 from twinpool.core.secret import Secret
+from twinpool.core.tasks import OwnedTasks
 from twinpool.core.ticket import Endpoint, KVTicket, TransferReport
 
 _REMEMBERED_REPORTS = 4096
@@ -39,11 +42,13 @@ class SenderGroup:
         self._sender = sender
         self._others = tuple(others)
         self._open: set[OutgoingTransfer] = set()
+        self._num_beginning = 0
+        self._cleaning = OwnedTasks()
 
     @property
     def num_open(self) -> int:
         """Transfers that are not over."""
-        return len(self._open)
+        return len(self._open) + self._num_beginning
 
     async def begin(self, ticket: KVTicket, *, timeout_s: float) -> OutgoingTransfer:
         """Begin to send to the holder of ``ticket``, on every rank or on none.
@@ -53,19 +58,22 @@ class SenderGroup:
             WorkerLost: A rank is gone.
         """
         parts = self._sender.begin(ticket, timeout_s=timeout_s)
-        transfer = OutgoingTransfer(ticket.transfer_id, parts, self._others, on_end=self._open.discard)
-        self._open.add(transfer)
+        self._num_beginning += 1
         try:
             await _all(rank.begin(ticket, timeout_s=timeout_s) for rank in self._others)
         except BaseException:
-            await transfer.abort()
+            await self._cleaning.finish(_stop_sending(ticket.transfer_id, parts, self._others))
             raise
+        finally:
+            self._num_beginning -= 1
+        transfer = OutgoingTransfer(ticket.transfer_id, parts, self._others, on_end=self._open.discard)
+        self._open.add(transfer)
         return transfer
 
     async def close(self) -> None:
         """Abort every open transfer."""
-        for transfer in list(self._open):
-            await transfer.abort()
+        await asyncio.gather(*(transfer.abort() for transfer in self._open), return_exceptions=True)
+        await self._cleaning.wait()
 
 
 class OutgoingTransfer:
@@ -83,6 +91,9 @@ class OutgoingTransfer:
         self._parts = parts
         self._others = others
         self._on_end = on_end
+        self._given_up = asyncio.Event()
+        self._sending = asyncio.create_task(self._send(), name=f"transfer {transfer_id}")
+        self._sending.add_done_callback(self._note_end)
 
     def written(self, layer: int, num_tokens: int, blocks: Sequence[int]) -> None:
         """Say that tokens ``[0, num_tokens)`` of ``layer`` are in the cache of rank 0.
@@ -98,31 +109,51 @@ class OutgoingTransfer:
     async def wait(self) -> None:
         """Return when every receiving rank confirmed that it has everything.
 
-        No cache is read any more after it returned or raised a ServingError; a cancelled call leaves the
+        No cache is read any more after it returned or raised a TransferError; a cancelled call leaves the
         transfer running.
 
         Raises:
             TransferError: What a receiver or the way to it objected to, or that ``abort`` was called.
-            WorkerLost: A rank is gone.
+            WorkerLost: A rank is gone.  It may still read: this worker is over, and its blocks with it.
         """
-        try:
-            await _all((wait_for_all(self._parts), *(rank.sent(self._transfer_id) for rank in self._others)))
-        except ServingError:
-            await self.abort()
-            raise
-        self._on_end(self)
+        await asyncio.wait({self._sending})
+        if self._sending.cancelled():
+            raise TransferError("this worker gave the transfer up")
+        self._sending.result()
 
     async def abort(self) -> None:
-        """Give up; no cache is read any more after the return.  Idempotent."""
-        ends = (
-            *(part.abort() for part in self._parts),
-            *(rank.abort(self._transfer_id) for rank in self._others),
+        """Give up; no cache is read any more after the return.  Idempotent.
+
+        Raises:
+            WorkerLost: As ``wait``.
+        """
+        self._given_up.set()
+        await asyncio.wait({self._sending})
+        if not self._sending.cancelled() and isinstance(error := self._sending.exception(), WorkerLost):
+            raise error
+
+    async def _send(self) -> None:
+        sending = asyncio.ensure_future(
+            _all((wait_for_all(self._parts), *(rank.sent(self._transfer_id) for rank in self._others)))
         )
+        giving_up = asyncio.ensure_future(self._given_up.wait())
         try:
-            # A rank that is lost reads nothing.
-            await asyncio.gather(*ends, return_exceptions=True)
+            await asyncio.wait({sending, giving_up}, return_when=asyncio.FIRST_COMPLETED)
+            if not sending.done():
+                raise TransferError("this worker gave the transfer up")
+            sending.result()
+        except BaseException:
+            await _stop_sending(self._transfer_id, self._parts, self._others)
+            raise
         finally:
-            self._on_end(self)
+            sending.cancel()
+            giving_up.cancel()
+            await asyncio.gather(sending, giving_up, return_exceptions=True)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        self._on_end(self)
+        if not task.cancelled():
+            task.exception()  # is told to whoever waits, if anybody does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +196,7 @@ class ReceiverGroup:
         self._unix_s = unix_s
         self._arriving: dict[str, asyncio.Future[list[None]]] = {}  # on the other ranks, by transfer id
         self._reports: OrderedDict[str, TransferReport] = OrderedDict()  # of what is over, over all ranks
+        self._cleaning = OwnedTasks()
 
     def call_on_expiry(self, call: Callable[[str], None]) -> None:
         """Let the lender of the blocks know, once with the transfer id, when rank 0's lease has run out.
@@ -224,7 +256,7 @@ class ReceiverGroup:
             try:
                 await _all(rank.expect(expected, epoch=identity.epoch) for rank in self._others)
             except BaseException:
-                await self.cancel(ticket.transfer_id)
+                await self._cleaning.finish(self.cancel(ticket.transfer_id))
                 raise
             self._arriving[ticket.transfer_id] = asyncio.ensure_future(
                 _all(rank.received(ticket.transfer_id, epoch=identity.epoch) for rank in self._others)
@@ -244,7 +276,7 @@ class ReceiverGroup:
         if arriving is None:
             await self._receiver.wait(transfer_id, epoch)
         else:
-            await _all((self._receiver.wait(transfer_id, epoch), asyncio.shield(arriving)))
+            await _all((self._receiver.wait(transfer_id, epoch), _ended(arriving)))
 
     def is_whole(self, transfer_id: str) -> bool:
         """Return whether everything of a transfer has arrived, on all ranks."""
@@ -267,15 +299,20 @@ class ReceiverGroup:
 
         Who waits for it gets TransferRefused, and so does its sender.  Idempotent; an unknown transfer
         gives an empty report.
+
+        Raises:
+            WorkerLost: A rank is gone.  It may still write: this worker is over, and its blocks with it.
         """
         report = self._receiver.cancel(transfer_id)
         if not self._others or transfer_id in self._reports:
             return self.report(transfer_id)
-        others = await _all(rank.cancel(transfer_id) for rank in self._others)
-        arriving = self._arriving.pop(transfer_id, None)
-        if arriving is not None:
-            arriving.cancel()
-            await asyncio.gather(arriving, return_exceptions=True)
+        try:
+            others = await _each(rank.cancel(transfer_id) for rank in self._others)
+        finally:
+            arriving = self._arriving.pop(transfer_id, None)
+            if arriving is not None:
+                arriving.cancel()
+                await asyncio.gather(arriving, return_exceptions=True)
         self._reports[transfer_id] = _merged(report, others)
         if len(self._reports) > _REMEMBERED_REPORTS:
             self._reports.popitem(last=False)
@@ -287,20 +324,36 @@ class ReceiverGroup:
 
 
 def _merged(first: TransferReport, others: Iterable[TransferReport]) -> TransferReport:
-    merged = first
-    for other in others:
-        merged = replace(
-            merged,
-            kv_bytes=merged.kv_bytes + other.kv_bytes,
-            num_frames=merged.num_frames + other.num_frames,
-            first_frame_s=_either(min, merged.first_frame_s, other.first_frame_s),
-            complete_s=_either(max, merged.complete_s, other.complete_s),
-        )
-    return merged
+    """Return the report of a worker; what is not known of a rank is not known of the worker."""
+    reports = (first, *others)
+    starts = [report.first_frame_s for report in reports if report.first_frame_s is not None]
+    ends = [report.complete_s for report in reports if report.complete_s is not None]
+    names = {name for report in reports for name in report.transport.split("+") if name}
+    return replace(
+        first,
+        kv_bytes=sum(report.kv_bytes for report in reports),
+        num_frames=sum(report.num_frames for report in reports),
+        first_frame_s=min(starts, default=None),
+        complete_s=max(ends) if len(ends) == len(reports) else None,
+        transport="+".join(sorted(names)),
+    )
 
 
-def _either(choose: Callable[[float, float], float], a: float | None, b: float | None) -> float | None:
-    return choose(a, b) if a is not None and b is not None else None
+async def _stop_sending(transfer_id: str, parts: Sequence[OutgoingPart], others: Sequence[RankPort]) -> None:
+    """Return when no rank reads for a transfer any more.
+
+    Raises:
+        WorkerLost: A rank does not say so.
+    """
+    await _each((*(part.abort() for part in parts), *(rank.abort(transfer_id) for rank in others)))
+
+
+async def _ended(arriving: asyncio.Future[list[None]]) -> None:
+    """Return what a wait for other ranks returned, or raise what it raised; leaves it alone if cancelled."""
+    await asyncio.wait({arriving})
+    if arriving.cancelled():
+        raise TransferRefused("the transfer was released")
+    arriving.result()
 
 
 async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
@@ -312,3 +365,12 @@ async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _each(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Return all results; if calls fail, wait for the others all the same and raise what the first raised."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]

@@ -7,42 +7,18 @@ it is over on every rank.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Protocol
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from kv_transfer.outgoing import OutgoingPart
-from kv_transfer.receiver import Expected, KVReceiver
+from kv_transfer.receiver import KVReceiver
 from kv_transfer.sender import KVSender
 from twinpool.core.errors import TransferRefused
+from twinpool.core.rank_port import Expected, RankState
 from twinpool.core.ticket import KVTicket, TransferReport
 
-
-class RankPort(Protocol):
-    """One other rank of this worker.  All calls raise WorkerLost if it is gone."""
-
-    async def expect(self, expected: Expected, *, epoch: int) -> None:
-        """Open a transfer into the rank's own blocks."""
-        ...
-
-    async def received(self, transfer_id: str, *, epoch: int) -> None:
-        """Return when the rank has everything; raise the TransferError that ended it otherwise."""
-        ...
-
-    async def cancel(self, transfer_id: str) -> TransferReport:
-        """End a transfer; the rank writes nothing for it after the return.  Idempotent."""
-        ...
-
-    async def begin(self, ticket: KVTicket, *, timeout_s: float) -> None:
-        """Begin to send what the rank has to send to the ticket's holder, as it is computed."""
-        ...
-
-    async def sent(self, transfer_id: str) -> None:
-        """Return when the rank's KV was confirmed; raise the TransferError that ended it otherwise."""
-        ...
-
-    async def abort(self, transfer_id: str) -> None:
-        """Give up sending; the rank's blocks are not read any more after the return.  Idempotent."""
-        ...
+_REMEMBERED_ENDS = 4096
 
 
 class RankTransfers:
@@ -50,22 +26,37 @@ class RankTransfers:
 
     Args:
         sender: Of this rank.
-        receiver: Of this rank; rank 0 watches the leases of what is whole.
+        receiver: Of this rank; whoever starts this runs it.  Rank 0 watches the leases of what is whole.
+        counters: Tells the rank's totals by name.
+        asked_to_stop: Tells whether somebody wants this rank to end.
     """
 
-    def __init__(self, sender: KVSender, receiver: KVReceiver) -> None:
+    def __init__(
+        self,
+        sender: KVSender,
+        receiver: KVReceiver,
+        *,
+        counters: Callable[[], Mapping[str, int]] = dict,
+        asked_to_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._sender = sender
         self._receiver = receiver
-        self._parts: dict[str, tuple[OutgoingPart, ...]] = {}  # by transfer id, until sent or aborted
-        self._requests: dict[str, str] = {}  # transfer ids by request id
+        self._counters = counters
+        self._asked_to_stop = asked_to_stop
+        self._outgoing: dict[str, _Outgoing] = {}  # by transfer id, until sent or aborted
+        self._transfer_ids: dict[str, str] = {}  # of what is sent, by request id
+        # Calls may overtake each other: what has been ended is not begun afterwards.
+        self._over: OrderedDict[str, None] = OrderedDict()
 
     @property
     def num_open(self) -> int:
-        """Transfers that are not over, in both directions."""
-        return len(self._parts) + self._receiver.num_open
+        """Transfers that are not over: not sent, or not whole."""
+        return len(self._outgoing) + self._receiver.num_incomplete
 
     async def expect(self, expected: Expected, *, epoch: int) -> None:
-        assert epoch == self._receiver.epoch, "all ranks of a worker live one life"
+        self._check_not_over(expected.transfer_id)
+        if epoch != self._receiver.epoch:
+            raise TransferRefused(f"epoch {epoch} is over, this is {self._receiver.epoch}")
         self._receiver.expect(expected)
         self._receiver.resumed(expected.transfer_id)
 
@@ -73,33 +64,60 @@ class RankTransfers:
         await self._receiver.wait(transfer_id, epoch)
 
     async def cancel(self, transfer_id: str) -> TransferReport:
+        self._note_over(transfer_id)
         return self._receiver.cancel(transfer_id)
 
     async def begin(self, ticket: KVTicket, *, timeout_s: float) -> None:
-        self._parts[ticket.transfer_id] = self._sender.begin(ticket, timeout_s=timeout_s)
-        self._requests[ticket.request_id] = ticket.transfer_id
+        self._check_not_over(ticket.transfer_id)
+        parts = self._sender.begin(ticket, timeout_s=timeout_s)
+        self._outgoing[ticket.transfer_id] = _Outgoing(ticket.request_id, parts)
+        self._transfer_ids[ticket.request_id] = ticket.transfer_id
 
     def written(self, request_id: str, layer: int, num_tokens: int, blocks: Sequence[int]) -> None:
         """Say that tokens ``[0, num_tokens)`` of a request are in the cache in ``layer``."""
-        transfer_id = self._requests.get(request_id)
-        for part in self._parts.get(transfer_id, ()) if transfer_id is not None else ():
-            part.written(layer, num_tokens, blocks)
+        outgoing = self._outgoing.get(self._transfer_ids.get(request_id, ""))
+        if outgoing is not None:
+            for part in outgoing.parts:
+                part.written(layer, num_tokens, blocks)
 
     async def sent(self, transfer_id: str) -> None:
-        parts = self._parts.get(transfer_id)
-        if parts is None:
+        outgoing = self._outgoing.get(transfer_id)
+        if outgoing is None:
             raise TransferRefused(f"transfer {transfer_id} was not begun here, or is over")
         try:
-            await wait_for_all(parts)
+            await wait_for_all(outgoing.parts)
         finally:
             await self.abort(transfer_id)
 
     async def abort(self, transfer_id: str) -> None:
-        for part in self._parts.get(transfer_id, ()):
-            await part.abort()
-        self._parts.pop(transfer_id, None)
-        for request_id in [name for name, value in self._requests.items() if value == transfer_id]:
-            del self._requests[request_id]
+        self._note_over(transfer_id)
+        outgoing = self._outgoing.get(transfer_id)
+        if outgoing is None:
+            return
+        await asyncio.gather(*(part.abort() for part in outgoing.parts))
+        self._outgoing.pop(transfer_id, None)
+        if self._transfer_ids.get(outgoing.request_id) == transfer_id:
+            del self._transfer_ids[outgoing.request_id]
+
+    async def state(self) -> RankState:
+        return RankState(
+            num_transfers=self.num_open, asked_to_stop=self._asked_to_stop(), counters=self._counters()
+        )
+
+    def _check_not_over(self, transfer_id: str) -> None:
+        if transfer_id in self._over:
+            raise TransferRefused(f"transfer {transfer_id} is over")
+
+    def _note_over(self, transfer_id: str) -> None:
+        self._over[transfer_id] = None
+        if len(self._over) > _REMEMBERED_ENDS:
+            self._over.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outgoing:
+    request_id: str
+    parts: tuple[OutgoingPart, ...]
 
 
 async def wait_for_all(parts: Sequence[OutgoingPart]) -> None:

@@ -31,6 +31,7 @@ from twinpool.core.clock import Clock
 from twinpool.core.errors import TransferDamaged, TransferError, TransferRefused, TransferTimeout
 from twinpool.core.layout import COMPACT, DTYPE_BYTES, KVLayout, wire_bytes
 from twinpool.core.ports import KVRange, KVStore
+from twinpool.core.rank_port import Expected
 from twinpool.core.ticket import TransferReport
 
 _REMEMBERED_ENDS = 4096  # ended transfers whose end can still be told to latecomers
@@ -51,23 +52,6 @@ class ReceiverCounters:
     completed: int = 0
     broken: int = 0  # transfers whose sender failed or gave up
     expired: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
-    """What one rank is to receive.
-
-    ``cached_tokens`` are the first tokens, already there; they are never written.  After ``timeout_s`` the
-    transfer is over, whatever its progress.
-    """
-
-    transfer_id: str
-    sender_id: str  # the only worker that may send
-    key: bytes  # the ticket's signature; a sender proves that it holds it
-    blocks: tuple[int, ...]  # of the sequence in token order, those of the cached tokens included
-    num_tokens: int  # tokens whose KV must be there before ``wait`` returns
-    cached_tokens: int = 0
-    timeout_s: float
 
 
 class KVReceiver:
@@ -112,6 +96,11 @@ class KVReceiver:
         """Transfers that hold blocks: expected and neither cancelled nor expired."""
         return len(self._open)
 
+    @property
+    def num_incomplete(self) -> int:
+        """Those of them that are not whole."""
+        return sum(incoming.complete_s is None for incoming in self._open.values())
+
     def expect(self, expected: Expected) -> None:
         """Open a transfer of tokens ``[cached_tokens, num_tokens)`` of all heads of this rank."""
         layout = self._store.layout
@@ -129,17 +118,13 @@ class KVReceiver:
 
         What is refused here changes nothing: who cannot prove its right cannot end a transfer either.
         """
-        incoming = self._find(hello.transfer_id, hello.epoch)
-        if incoming is None:
-            raise self._refusal(hello.transfer_id, hello.epoch)
-        problem = self._objection(incoming, hello)
-        if problem:
-            self.counters.unproved += 1
-            raise TransferRefused(problem)
-        if incoming.error is not None:
-            raise TransferRefused(f"the transfer has failed: {incoming.error}")
+        incoming = self._expecting(hello)
         incoming.parts[hello.first_head] = _Part(hello, incoming.expected, self._store.layout.num_layers)
         incoming.transports.add(transport)
+
+    def expects(self, hello: Hello) -> None:
+        """Raise if ``admit`` would; see ``FrameSink.expects``."""
+        self._expecting(hello)
 
     def accept(self, frame: Frame) -> None:
         """Check a frame and write it; see ``FrameSink.accept``.
@@ -250,6 +235,19 @@ class KVReceiver:
         while True:
             self.sweep()
             await asyncio.sleep(min(0.5, self._config.lease_s / 4))
+
+    def _expecting(self, hello: Hello) -> _Incoming:
+        """Return the transfer that may have the part of ``hello``, or raise."""
+        incoming = self._find(hello.transfer_id, hello.epoch)
+        if incoming is None:
+            raise self._refusal(hello.transfer_id, hello.epoch)
+        problem = self._objection(incoming, hello)
+        if problem:
+            self.counters.unproved += 1
+            raise TransferRefused(problem)
+        if incoming.error is not None:
+            raise TransferRefused(f"the transfer has failed: {incoming.error}")
+        return incoming
 
     def _find(self, transfer_id: str, epoch: int) -> _Incoming | None:
         """Return an open transfer of this epoch; ends it first if its time is over."""

@@ -16,7 +16,7 @@ import logging
 from contextlib import aclosing, suppress
 
 from kv_transfer.group import OutgoingTransfer, SenderGroup
-from twinpool.core.errors import InvalidRequest, ServingError, TransferError
+from twinpool.core.errors import InvalidRequest, ServingError, TransferError, WorkerLost
 from twinpool.core.request import Request, TokenOutput
 from twinpool.core.tasks import OwnedTasks
 from twinpool.core.ticket import KVTicket
@@ -88,18 +88,28 @@ class PrefillService:
     async def _see_off(self, handle: SequenceHandle, transfer: OutgoingTransfer) -> None:
         """Wait until the KV has left, or cannot leave any more; then the blocks are the engine's.
 
-        The transfer bounds the wait by the request's time and by the ticket's lease.
+        The transfer bounds the wait by the request's time and by the ticket's lease.  After the loss of a rank
+        no block is the engine's again: that rank may still read it.
         """
+        is_read = False
         try:
             await transfer.wait()
         except TransferError as error:  # the decode worker tells the router
             _log.info("the KV of %s did not arrive: %s", handle.request.request_id, error)
+        except WorkerLost as error:
+            _log.error("the blocks of %s are lost: %s", handle.request.request_id, error)
+            is_read = True
         finally:
-            with suppress(ServingError):  # the engine is closed, and its blocks are gone with it
-                await self._loop.drained(handle)
+            if not is_read:
+                with suppress(ServingError):  # the engine is closed, and its blocks are gone with it
+                    await self._loop.drained(handle)
 
     async def _give_up(self, handle: SequenceHandle, transfer: OutgoingTransfer) -> None:
-        """End a prompt that nobody waits for, in any phase."""
+        """End a prompt that nobody waits for, in any phase.
+
+        Raises:
+            WorkerLost: A rank is gone; see ``_see_off``.
+        """
         await transfer.abort()
         with suppress(ServingError):  # the engine is closed, and its blocks are gone with it
             await self._loop.abort(handle)

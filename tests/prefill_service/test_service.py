@@ -11,6 +11,7 @@ import pytest
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.frame import Frame
+from kv_transfer.hello import Hello
 from kv_transfer.transport import FrameSink
 from tests.decode_service.toy_worker import pair
 from tests.engine.fake_runner import expected_output
@@ -24,6 +25,7 @@ from twinpool.core.errors import (
     WorkerDraining,
 )
 from twinpool.core.request import FinishReason, Request
+from twinpool.core.secret import Secret
 from twinpool.core.ticket import Endpoint
 
 LONG = tuple(i % 90 for i in range(69))
@@ -32,14 +34,18 @@ LONG = tuple(i % 90 for i in range(69))
 class StuckTransport:
     """Takes a message and never answers; ``reading`` tells whether somebody still waits in it."""
 
+    moves_tensors = False
     endpoint = Endpoint("loopback", "nowhere")
 
     def __init__(self) -> None:
         self.reading = 0
 
+    def reaches(self, peer: Endpoint) -> bool:
+        return True
+
     async def start(self, sink: FrameSink) -> None: ...
 
-    async def open(self, peer: Endpoint, *, transfer_id: str, epoch: int, timeout_s: float) -> StuckTransport:
+    async def open(self, peer: Endpoint, hello: Hello, *, timeout_s: float) -> StuckTransport:
         return self
 
     async def send(self, frames: Sequence[Frame]) -> None:
@@ -142,7 +148,7 @@ def test_a_ticket_that_this_worker_cannot_deliver_is_refused_before_any_work() -
     async def run() -> None:
         async with pair() as (prefill, decode):
             ticket = await decode.decode.reserve(request(LONG), sender_id="prefill")
-            elsewhere = replace(ticket, endpoints=(Endpoint("pigeon", "loft"),))
+            elsewhere = replace(ticket, ranks=((Endpoint("pigeon", "loft"),),)).signed(Secret())
             with pytest.raises(TransferError, match="no transport in common"):
                 await prefill.prefill.prefill(request(LONG), elsewhere)
             assert prefill.runner.plans == []
@@ -162,7 +168,7 @@ def test_a_prompt_that_the_engine_refuses_leaves_no_transfer(asked: Request, err
                 await decode.decode.reserve(request((1, 2)), sender_id="prefill"),
                 request_id=asked.request_id,
                 num_tokens=asked.num_tokens,
-            )
+            ).signed(Secret())
             with pytest.raises(error):
                 await prefill.prefill.prefill(asked, ticket)
             assert await prefill.is_clean()
