@@ -16,6 +16,7 @@ from kv_transfer.hello import Hello
 from kv_transfer.wire_errors import error_named
 from twinpool.core.errors import TransferDamaged, TransferError
 from twinpool.core.payload import HostPayload
+from twinpool.core.ports import KVPayload
 from twinpool.pb import kv_pb2
 
 MAX_HELLO_BYTES = 4096
@@ -124,7 +125,7 @@ def frames_in(payloads: memoryview, header: bytes, hello: Hello) -> list[Frame]:
     return frames
 
 
-def frame_of(part: kv_pb2.FrameHeader, hello: Hello, payload: HostPayload) -> Frame:
+def frame_of(part: kv_pb2.FrameHeader, hello: Hello, payload: KVPayload) -> Frame:
     """Return the frame of a header; what it does not say is said by the hello of its channel."""
     return Frame(
         transfer_id=hello.transfer_id,

@@ -31,6 +31,10 @@ class FrameSink(Protocol):
         """
         ...
 
+    def expects(self, hello: Hello) -> None:
+        """Raise what ``admit`` would raise now; admits nobody.  For ways that take a while to build."""
+        ...
+
     def accept(self, frame: Frame) -> None:
         """Check a frame and keep its bytes; the frame's memory is free again on return.
 

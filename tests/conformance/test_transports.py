@@ -501,6 +501,9 @@ class CountingSink:
     def admit(self, hello: Hello, *, transport: str) -> None:
         self._receiver.admit(hello, transport=transport)
 
+    def expects(self, hello: Hello) -> None:
+        self._receiver.expects(hello)
+
     def accept(self, frame: Frame) -> None:
         self.most_in_flight_bytes = max(self.most_in_flight_bytes, self.sent_bytes - self.accepted_bytes)
         self.accepted_bytes += frame.payload.nbytes

@@ -1,10 +1,13 @@
-"""The bytes of a frame in host memory, and the checksum over them."""
+"""The bytes of a frame, in host memory or on a GPU, and the checksum over them.  Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import xxhash
+
+from twinpool.core.device_checksum import device_checksum
 
 
 class HostPayload:
@@ -34,3 +37,24 @@ class HostPayload:
     def joined(self) -> memoryview:
         """Return the bytes in one buffer; copies them if they are in several."""
         return self._views[0] if len(self._views) == 1 else memoryview(b"".join(self._views))
+
+
+class DevicePayload:
+    """Bytes in one tensor, which stay on its device; implements ``ports.KVPayload``.
+
+    Args:
+        data: One dimension, uint8.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+        self.nbytes: int = data.numel()
+
+    def views(self) -> tuple[memoryview, ...]:
+        return (self._data.cpu().numpy().data,)
+
+    def tensor(self) -> Any:
+        return self._data
+
+    def checksum(self, identity: bytes) -> int:
+        return device_checksum(self._data, identity)

@@ -17,17 +17,16 @@ import torch
 from torch import Tensor
 
 from twinpool.core.layout import KVLayout, wire_bytes
-from twinpool.core.payload import HostPayload
+from twinpool.core.payload import DevicePayload, HostPayload
 from twinpool.core.ports import KVPayload, KVRange
-from twinpool.engine.device_payload import DevicePayload
 from twinpool.engine.wire_format import decode, encode
 
 
 class KVCache:
     """Keys and values of all layers; implements ``KVStore``.
 
-    The engine's thread stores into the blocks of sequences it runs; ``payload`` and ``write`` may be called from
-    another thread meanwhile, for blocks whose tokens the engine neither stores nor reads at that time.
+    The engine's thread stores into the blocks of sequences it runs; ``payload`` and ``write`` may be called
+    from another thread meanwhile, for blocks whose tokens the engine neither stores nor reads at that time.
     On a GPU all of them use the device's default stream, which puts them in order.
 
     Args:
