@@ -44,3 +44,11 @@ def test_the_api_key_stays_in_the_server() -> None:
 
     assert "geheim" not in json.dumps(unbind(spec))
     assert (spec.worker.model, spec.worker.model_name, spec.worker.num_neighbours) == ("/m", "toy", 1)
+
+
+def test_workers_listen_on_loopback_unless_they_must_be_reached_from_elsewhere() -> None:
+    def of(join: str) -> bool:
+        return deployment_spec(DeploymentConfig(), folder=Path("/m"), name="toy", join=join).is_on_loopback
+
+    assert [of(join) for join in ("127.0.0.1:1", "[::1]:1", "localhost:1")] == [True, True, True]
+    assert [of(join) for join in ("10.0.0.2:1", "[fd00::1]:1")] == [False, False]

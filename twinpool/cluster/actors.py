@@ -22,11 +22,12 @@ class WorkerActor:
 
     Args:
         config: What the worker is told.
-        is_local: All of Ray is on this machine, so that loopback is enough.
+        is_on_loopback: The whole deployment is on this machine.
     """
 
-    def __init__(self, config: WorkerConfig, is_local: bool) -> None:
-        host = config.host if is_local else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    def __init__(self, config: WorkerConfig, is_on_loopback: bool) -> None:
+        own = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        host = config.host if is_on_loopback else str(own)
         # The raylet is this process's parent.  While it lives, a worker without its actor is a leftover.
         self._worker = WorkerProcess(replace(config, host=host, supervisor_pid=os.getppid()))
         self._running: asyncio.Task[None] | None = None

@@ -14,6 +14,7 @@ from typing import Literal
 from kv_transfer.config import TransferConfig
 from router.config import RouterConfig
 from router.http.config import HTTPConfig
+from twinpool.core.doors import is_loopback
 from twinpool.core.errors import ConfigError
 from twinpool.core.ports import Role
 from twinpool.core.security import SecurityConfig
@@ -186,6 +187,11 @@ class DeploymentSpec:
     def is_local(self) -> bool:
         """Whether Ray is started for this deployment, on this machine."""
         return self.config.ray_address is None
+
+    @property
+    def is_on_loopback(self) -> bool:
+        """Whether only workers on this machine can find the router, so that loopback is enough for all."""
+        return is_loopback("join_host", self.worker.join.rpartition(":")[0])
 
 
 def _absolute(path: Path | None) -> Path | None:

@@ -136,7 +136,7 @@ class RayMachines:
             ),
         ).remote(
             replace(self._spec.worker, worker_id=life.worker_id, role=life.role, generation=life.generation),
-            self._spec.is_local,
+            self._spec.is_on_loopback,
         )
         self._states[life] = LifeState(detail="waits for its actor")
         self._actors[life] = actor

@@ -1,13 +1,17 @@
-"""Which addresses may be listened on: this machine's own, or any if strangers are kept out."""
+"""Which addresses may be listened on and called: this machine's own, or any if strangers are kept out."""
 
 from __future__ import annotations
 
 import ipaddress
 import logging
+import re
 import socket
 
 from twinpool.core.errors import ConfigError
 from twinpool.core.security import Trust
+
+# A name or an IPv4 address, or an IPv6 address in brackets.
+_ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9]+)?\]):[0-9]{1,5}", re.ASCII)
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +45,28 @@ def check_door(field: str, host: str, trust: Trust) -> None:
     _log.warning("insecure: %s %s can be reached from other machines, without %s", field, host, missing)
 
 
+def check_peer_address(field: str, address: str, trust: Trust) -> None:
+    """Check where a peer says it can be reached, before anybody calls there.
+
+    Without certificates and a secret a whole deployment is on one machine, and an address elsewhere is an
+    attempt to have us call there.
+
+    Args:
+        field: What the peer calls it.
+        address: HOST:PORT; no path, no list, no name that is to be resolved in some other way.
+        trust: Of the process that would call.
+
+    Raises:
+        ConfigError: It is no such address, or not one of this machine although all must be.
+    """
+    match = _ADDRESS.fullmatch(address)
+    if match is None:
+        raise ConfigError(field, f"{address[:100]!r} is not HOST:PORT")
+    host = match[1].strip("[]")
+    if not (trust.is_closed or trust.insecure or host == "localhost" or _is_loopback(host)):
+        raise ConfigError(field, f"{address} is not on this machine, which needs certificates and a secret")
+
+
 def is_loopback(field: str, host: str) -> bool:
     """Whether ``host`` stands for addresses of this machine alone, all of them.
 
@@ -57,6 +83,9 @@ def is_loopback(field: str, host: str) -> bool:
 
 
 def _is_loopback(text: str) -> bool:
-    address = ipaddress.ip_address(text.partition("%")[0])
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:  # a name
+        return False
     mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).is_loopback

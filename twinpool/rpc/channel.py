@@ -38,14 +38,15 @@ class TrustedChannel:
     def __init__(self, address: str, *, trust: Trust, to: Party, audience: str, options: Options) -> None:
         self._trust = trust
         self._audience = audience
+        target = f"dns:///{address}"  # whatever gRPC would make of the address otherwise: a path, a list
         if trust.tls is None:
-            self._channel = grpc.aio.insecure_channel(address, options=options)
+            self._channel = grpc.aio.insecure_channel(target, options=options)
             return
         credentials = grpc.ssl_channel_credentials(
             root_certificates=trust.tls.ca, private_key=trust.tls.key, certificate_chain=trust.tls.cert
         )
         named = (*options, ("grpc.ssl_target_name_override", to.dns_name))
-        self._channel = grpc.aio.secure_channel(address, credentials, options=named)
+        self._channel = grpc.aio.secure_channel(target, credentials, options=named)
 
     async def __aenter__(self) -> TrustedChannel:
         return self

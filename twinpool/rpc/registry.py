@@ -12,8 +12,10 @@ from typing import Any, Protocol
 
 import grpc.aio
 
+from twinpool.core.doors import check_peer_address
 from twinpool.core.errors import ConfigError, InvalidRequest, ServingError, Unavailable
 from twinpool.core.ports import WorkerInfo, WorkerLoad
+from twinpool.core.security import Trust
 from twinpool.pb import registry_pb2, registry_pb2_grpc
 from twinpool.rpc import codec
 from twinpool.rpc.door import Door
@@ -83,7 +85,7 @@ class RegistryServer:
             interceptors=[door],
             options=server_options(max_receive_bytes=MAX_JOIN_BYTES, max_send_bytes=MAX_JOIN_BYTES),
         )
-        self._registry = _Registry(members, config or RegistryConfig())
+        self._registry = _Registry(members, door.trust, config or RegistryConfig())
         registry_pb2_grpc.add_RegistryServicer_to_server(self._registry, self._server)  # type: ignore[no-untyped-call]
         self._host = host
         self.port = bind(self._server, host, port, door.trust)
@@ -112,14 +114,17 @@ class _Life:
 
 
 class _Registry(registry_pb2_grpc.RegistryServicer):
-    def __init__(self, members: Members, config: RegistryConfig) -> None:
+    def __init__(self, members: Members, trust: Trust, config: RegistryConfig) -> None:
         self._members = members
+        self._trust = trust
         self._config = config
         self._lives: dict[str, _Life] = {}
 
     async def Join(self, _messages: object, context: Context) -> None:
         async with one_call(context):
-            life = self._begin(await self._read_info(context))
+            info = await self._read_info(context)
+            self._check_addresses(info)
+            life = self._begin(info)
             try:
                 await context.write(registry_pb2.JoinReply(heartbeat_s=self._config.heartbeat_s))
                 await self._listen(life, context)
@@ -141,6 +146,18 @@ class _Registry(registry_pb2_grpc.RegistryServicer):
         if message is EOF or not message.HasField("info"):
             raise InvalidRequest("info", "the first message does not carry it")
         return codec.info_from_pb(message.info)
+
+    def _check_addresses(self, info: WorkerInfo) -> None:
+        """Check where the worker says that we and other workers shall connect to.
+
+        Raises:
+            ConfigError: It is nowhere that one of our workers can be.
+        """
+        check_peer_address("address", info.address, self._trust)
+        for endpoints in info.ranks:
+            for endpoint in endpoints:
+                if endpoint.address.rpartition(":")[2].isdigit():  # others are names on one machine
+                    check_peer_address(endpoint.transport, endpoint.address, self._trust)
 
     def _begin(self, info: WorkerInfo) -> _Life:
         """Take a worker in; a stay of the same worker that is still open ends before."""
