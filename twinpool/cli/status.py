@@ -31,7 +31,7 @@ def status(args: argparse.Namespace) -> int:
 
 def _show(console: Console, url: str, found: Mapping[str, Any]) -> None:
     audit, wanted = found["audit"], found["deployment"].get("workers", [])
-    console.print(_table(found["workers"], audit["workers"], wanted))
+    console.print(_table(found["workers"], audit["workers"], wanted, width=console.width))
     joined = {worker["id"] for worker in found["workers"]}
     for worker in wanted:
         if worker["worker_id"] not in joined:
@@ -52,21 +52,50 @@ def _table(
     workers: Sequence[Mapping[str, Any]],
     audits: Sequence[Mapping[str, Any]],
     wanted: Sequence[Mapping[str, Any]],
+    *,
+    width: int,
 ) -> Table:
     books = {audit["id"]: audit for audit in audits}
     failures = {worker["worker_id"]: worker["num_failures"] for worker in wanted}
-    names = ("worker", "role", "state", "pid", "running", "queued", "blocks free", "failures", "host")
+    ways = _kv_ways(workers)
+    names = (
+        "worker",
+        "role",
+        "state",
+        "pid",
+        "running",
+        "queued",
+        "blocks free",
+        "failures",
+        "host",
+        "KV by",
+    )
     rows = []
     for worker in workers:
         blocks = books.get(worker["id"], {}).get("blocks")
         told = (worker[name] for name in ("id", "role", "state", "pid", "running", "queued"))
         free = f"{blocks['free'] + blocks['cached']}/{blocks['total']}" if blocks else "?"
-        rows.append([*map(str, told), free, str(failures.get(worker["id"], 0)), worker["host"]])
+        failed = str(failures.get(worker["id"], 0))
+        rows.append([*map(str, told), free, failed, worker["host"], ways[worker["id"]]])
+    columns = {name: cells for name, *cells in zip(names, *rows, strict=True)}
+    widths = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
+    if sum(widths.values()) + 2 * len(widths) > width:
+        del columns["KV by"]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name, *cells in zip(names, *rows, strict=True):
+    for name in columns:
         # Where it is narrow the host is cut: it alone is needed by no other command.
-        width = 0 if name == "host" else max(map(len, (name, *cells)))
-        table.add_column(name, no_wrap=True, min_width=width)
-    for row in rows:
+        table.add_column(name, no_wrap=True, min_width=0 if name == "host" else widths[name])
+    for row in zip(*columns.values(), strict=True):
         table.add_row(*row)
     return table
+
+
+def _kv_ways(workers: Sequence[Mapping[str, Any]]) -> Mapping[str, str]:
+    """Return by which transports the KV that a worker sent or got came last, by its id."""
+    ways: dict[str, set[str]] = {worker["id"]: set() for worker in workers}
+    for worker in workers:
+        for sender_id, exchange in worker["received_from"].items():
+            if exchange["transport"]:
+                ways[worker["id"]].add(exchange["transport"])
+                ways[sender_id].add(exchange["transport"])
+    return {worker_id: ",".join(sorted(found)) or "-" for worker_id, found in ways.items()}
