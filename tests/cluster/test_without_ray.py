@@ -66,7 +66,9 @@ def test_workers_started_by_hand_serve_drain_and_are_refused(model: Path, tmp_pa
             *server_args, "--port", url.rpartition(":")[2], "--model", str(model), log=tmp_path / "s"
         ) as process,
         program("worker", "--role", "prefill", "--join", join, *common, log=tmp_path / "p") as prefill,
-        program("worker", "--role", "decode", "--join", join, *common, log=tmp_path / "d"),
+        program(
+            "worker", "--role", "decode", "--join", join, *common, "--block-tokens", "8", log=tmp_path / "d"
+        ),
     ):
         assert process.stdout is not None
         assert process.stdout.readline() == f"ready {url}\n", (tmp_path / "s").read_text()
@@ -82,10 +84,10 @@ def test_workers_started_by_hand_serve_drain_and_are_refused(model: Path, tmp_pa
         assert len(twinpool("chat", *options, stdin="hi\n\nhow are you?\n").splitlines()) >= 2
         assert "the books add up" in twinpool("status", "--url", url)
 
-        refused = ["worker", "--role", "decode", "--join", join, *common, "--block-tokens", "8"]
+        refused = ["worker", "--role", "decode", "--join", join, *common, "--dtype", "bfloat16"]
         with program(*refused, log=tmp_path / "r") as misfit:
             assert misfit.wait(PATIENCE_S) == 1
-        assert "block_tokens: " in (tmp_path / "r").read_text().splitlines()[-1]
+        assert "dtype: " in (tmp_path / "r").read_text().splitlines()[-1]
 
         prefill.send_signal(signal.SIGTERM)
         assert prefill.wait(PATIENCE_S) == 0
