@@ -29,7 +29,7 @@ _OTHERS, _RANK_0 = "twinpool rank", "twinpool rank 0"  # who signs; each signs t
 _LENGTH = struct.Struct("<Q")
 _MOST_BYTES = 2**30  # of one message
 _HANDSHAKE_S = 5.0  # for a stranger to be done
-_MOST_STRANGERS = 64  # at once; who is turned away comes again
+_MOST_STRANGERS = 64  # at once
 _RETRY_S = 0.1
 _VANISHED_S = 30
 _GOODBYE_S = 1.0  # to say that the group ends
@@ -120,8 +120,7 @@ class RankLinks:
             finally:
                 self._sending.release()
         for connected in self._sockets:
-            with suppress(OSError):
-                connected.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in ``receive``
+            _hang_up(connected)  # a thread may be in ``receive``
             connected.close()
 
     def _peers(self) -> Iterable[tuple[int, socket.socket]]:
@@ -168,15 +167,11 @@ def admit(listener: socket.socket, *, size: int, secret: Secret, timeout_s: floa
         RankLost: Some did not come in time; the message names them.
     """
     deadline_s = time.monotonic() + timeout_s
-    proven: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
-    door = threading.Thread(
-        target=_let_in, args=(listener, size, secret, proven), name="rank links", daemon=True
-    )
-    door.start()
+    door = _Door(listener, size, secret)
     members: dict[int, socket.socket] = {}
     try:
         while len(members) < size - 1:
-            rank, connected = proven.get(timeout=_left(deadline_s))
+            rank, connected = door.proven.get(timeout=_left(deadline_s))
             if rank in members:
                 connected.close()
             else:
@@ -187,9 +182,7 @@ def admit(listener: socket.socket, *, size: int, secret: Secret, timeout_s: floa
         missing = ", ".join(str(rank) for rank in range(1, size) if rank not in members)
         raise RankLost(f"of {size} ranks {missing} did not come within {timeout_s:g} s") from None
     finally:
-        with suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        listener.close()
+        door.close()
     return RankLinks(0, [members[rank] for rank in range(1, size)])
 
 
@@ -235,54 +228,75 @@ def _greeted(address: str, deadline_s: float) -> tuple[socket.socket, bytes]:
             time.sleep(_RETRY_S)
 
 
-def _let_in(
-    listener: socket.socket,
-    size: int,
-    secret: Secret,
-    proven: queue.SimpleQueue[tuple[int, socket.socket]],
-) -> None:
-    """Take connections until the port is closed; each stranger is asked in a thread of its own."""
-    places = threading.BoundedSemaphore(_MOST_STRANGERS)
+class _Door:
+    """Takes connections, and asks each stranger in a thread of its own, so that none waits for another.
 
-    def ask(connected: socket.socket) -> None:
-        try:
-            rank = _asked(connected, size, secret)
-            if rank is None:
-                connected.close()
-            else:
-                proven.put((rank, connected))
-        finally:
-            places.release()
+    Attributes:
+        proven: Ranks that have shown that they belong here.
+    """
 
-    while True:
-        try:
-            connected, _ = listener.accept()
-        except OSError:
-            if listener.fileno() < 0:
-                return
-            time.sleep(_RETRY_S)  # too many files are open, say
-            continue
-        if places.acquire(blocking=False):
-            threading.Thread(target=ask, args=(connected,), name="rank handshake", daemon=True).start()
+    def __init__(self, listener: socket.socket, size: int, secret: Secret) -> None:
+        self.proven: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
+        self._listener = listener
+        self._size = size
+        self._secret = secret
+        self._changing = threading.Lock()
+        self._strangers: dict[socket.socket, None] = {}  # in the order of their arrival
+        threading.Thread(target=self._take, name="rank door", daemon=True).start()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+        with self._changing:
+            for stranger in self._strangers:
+                _hang_up(stranger)
+
+    def _take(self) -> None:
+        while True:
+            try:
+                stranger, _ = self._listener.accept()
+            except OSError:
+                if self._listener.fileno() < 0:
+                    return
+                time.sleep(_RETRY_S)  # too many files are open, say
+                continue
+            with self._changing:
+                self._strangers[stranger] = None
+                if len(self._strangers) > _MOST_STRANGERS:  # a rank is done at once: the oldest is none
+                    _hang_up(next(iter(self._strangers)))
+            threading.Thread(target=self._meet, args=(stranger,), name="rank door", daemon=True).start()
+
+    def _meet(self, stranger: socket.socket) -> None:
+        rank = self._asked(stranger)
+        with self._changing:
+            del self._strangers[stranger]
+        if rank is None:
+            stranger.close()
         else:
-            connected.close()
+            self.proven.put((rank, stranger))
 
-
-def _asked(connected: socket.socket, size: int, secret: Secret) -> int | None:
-    """Return the rank that a stranger proved to be, or None."""
-    deadline_s = time.monotonic() + _HANDSHAKE_S
-    nonce_0 = secrets.token_bytes(_NONCE_BYTES)
-    try:
-        connected.settimeout(_HANDSHAKE_S)
-        connected.sendall(nonce_0)
-        nonce, rank, its_size, proof = _HELLO.unpack(_read(connected, _HELLO.size, deadline_s))
-        is_proven = secret.is_signed(proof, _OTHERS, nonce_0, nonce, rank, its_size)
-        if not is_proven or its_size != size or not 0 < rank < size:
+    def _asked(self, stranger: socket.socket) -> int | None:
+        """Return the rank that a stranger proved to be, or None."""
+        deadline_s = time.monotonic() + _HANDSHAKE_S
+        nonce_0 = secrets.token_bytes(_NONCE_BYTES)
+        try:
+            stranger.settimeout(_HANDSHAKE_S)
+            stranger.sendall(nonce_0)
+            nonce, rank, size, proof = _HELLO.unpack(_read(stranger, _HELLO.size, deadline_s))
+            is_proven = self._secret.is_signed(proof, _OTHERS, nonce_0, nonce, rank, size)
+            if not is_proven or size != self._size or not 0 < rank < size:
+                return None
+            stranger.sendall(self._secret.sign(_RANK_0, nonce, nonce_0, rank, size))
+        except OSError:
             return None
-        connected.sendall(secret.sign(_RANK_0, nonce, nonce_0, rank, size))
-    except OSError:
-        return None
-    return int(rank)
+        return int(rank)
+
+
+def _hang_up(connected: socket.socket) -> None:
+    """End a connection and wake the thread that reads from it."""
+    with suppress(OSError):
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 def _read(connected: socket.socket, num_bytes: int, deadline_s: float | None) -> bytes:

@@ -90,6 +90,8 @@ class TorchRankGroup:
             self._links.send(plan, timeout_s=self._config.step_timeout_s)
 
     def next_plan(self) -> bytes | None:
+        if self._collectives is None:
+            raise RankLost("the group broke in an earlier step")
         with self.step():
             return self._links.receive(timeout_s=None) or None
 
@@ -189,25 +191,31 @@ def _gloo(links: RankLinks, config: GroupConfig, rank: int) -> ProcessGroupGloo:
 def _nccl(links: RankLinks, config: GroupConfig, rank: int) -> Any:
     """Never run by our tests, which have at most one GPU: written by torch's documentation.
 
-    NCCL looks into its store as long as it lives, from threads of its own, so this one is a TCPStore.  It
-    gets a socket that is bound to the address of rank 0, since on its own it would listen on all.  A
-    collective that does not end in time ends the process, by NCCL's watchdog.
+    A collective that does not end in time ends the process, by NCCL's watchdog.
     """
     from torch.distributed import ProcessGroupNCCL
 
     torch.cuda.set_device(config.device)
-    timeout = timedelta(seconds=config.step_timeout_s)
-    listener = socket.create_server((links.host, 0)) if rank == 0 else None
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=config.step_timeout_s)
+    store = PrefixStore("ranks", tcp_store(links, timeout_s=config.step_timeout_s))
+    return ProcessGroupNCCL(store, rank, config.size, options)
+
+
+def tcp_store(links: RankLinks, *, timeout_s: float) -> TCPStore:
+    """Return torch's own store, kept by rank 0 at its address only; all ranks call it.
+
+    NCCL looks into its store as long as it lives, from threads of its own, which rules ours out.
+    """
+    is_kept_here = links.rank == 0
+    listener = socket.create_server((links.host, 0)) if is_kept_here else None
     own = json.dumps([links.host, listener.getsockname()[1]] if listener else None)
-    host, port = json.loads(links.exchange(own.encode(), timeout_s=config.step_timeout_s)[0])
-    store = TCPStore(
+    host, port = json.loads(links.exchange(own.encode(), timeout_s=timeout_s)[0])
+    return TCPStore(
         host,
         port,
-        is_master=rank == 0,
-        timeout=timeout,
+        is_master=is_kept_here,
+        timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
         master_listen_fd=listener.detach() if listener else None,
     )
-    options = ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return ProcessGroupNCCL(PrefixStore("ranks", store), rank, config.size, options)
