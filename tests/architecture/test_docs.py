@@ -53,7 +53,10 @@ def test_the_documented_defaults_are_those_of_the_settings() -> None:
     documented = {(part, name): value for part, name, value in rows}
 
     assert len(documented) > 20
-    assert documented == {
-        (part, name): f"{value:g}" if isinstance(value := defaults[part][name], float) else str(value)
-        for part, name in documented
-    }
+    assert documented == {(part, name): _as_written(defaults[part][name]) for part, name in documented}
+
+
+def _as_written(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
