@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kv_transfer.outgoing import OutgoingPart
 from kv_transfer.rank import wait_for_all
@@ -90,10 +90,10 @@ class OutgoingTransfer:
         self._transfer_id = transfer_id
         self._parts = parts
         self._others = others
-        self._on_end = on_end
         self._given_up = asyncio.Event()
         self._sending = asyncio.create_task(self._send(), name=f"transfer {transfer_id}")
-        self._sending.add_done_callback(self._note_end)
+        self._sending.add_done_callback(_read_error)
+        self._sending.add_done_callback(lambda task: on_end(self))
 
     def written(self, layer: int, num_tokens: int, blocks: Sequence[int]) -> None:
         """Say that tokens ``[0, num_tokens)`` of ``layer`` are in the cache of rank 0.
@@ -149,11 +149,6 @@ class OutgoingTransfer:
             sending.cancel()
             giving_up.cancel()
             await asyncio.gather(sending, giving_up, return_exceptions=True)
-
-    def _note_end(self, task: asyncio.Task[None]) -> None:
-        self._on_end(self)
-        if not task.cancelled():
-            task.exception()  # is told to whoever waits, if anybody does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,9 +253,11 @@ class ReceiverGroup:
             except BaseException:
                 await self._cleaning.finish(self.cancel(ticket.transfer_id))
                 raise
-            self._arriving[ticket.transfer_id] = asyncio.ensure_future(
+            arriving = asyncio.ensure_future(
                 _all(rank.received(ticket.transfer_id, epoch=identity.epoch) for rank in self._others)
             )
+            arriving.add_done_callback(_read_error)
+            self._arriving[ticket.transfer_id] = arriving
         return ticket
 
     async def wait(self, transfer_id: str, epoch: int) -> None:
@@ -354,6 +351,12 @@ async def _ended(arriving: asyncio.Future[list[None]]) -> None:
     if arriving.cancelled():
         raise TransferRefused("the transfer was released")
     arriving.result()
+
+
+def _read_error(future: asyncio.Future[Any]) -> None:
+    """Read what a future raised: it is told to whoever waits, if anybody does."""
+    if not future.cancelled():
+        future.exception()
 
 
 async def _all(calls: Iterable[Awaitable[T]]) -> list[T]:

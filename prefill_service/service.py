@@ -88,8 +88,8 @@ class PrefillService:
     async def _see_off(self, handle: SequenceHandle, transfer: OutgoingTransfer) -> None:
         """Wait until the KV has left, or cannot leave any more; then the blocks are the engine's.
 
-        The transfer bounds the wait by the request's time and by the ticket's lease.  After the loss of a rank
-        no block is the engine's again: that rank may still read it.
+        The transfer bounds the wait by the request's time and by the ticket's lease.  A rank that is lost may
+        still read, so no block is the engine's again then.
         """
         is_read = False
         try:
