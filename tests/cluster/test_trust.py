@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from kv_transfer.config import TransferConfig
+from router.http.config import HTTPConfig
 from twinpool.cli import main
 from twinpool.cluster.config import DeploymentConfig, DeploymentSecurityConfig, DeploymentSpec, WorkerConfig
 from twinpool.cluster.private_ca import Wanted, make_files
 from twinpool.cluster.serve import deployment_spec
-from twinpool.cluster.trust import secret_for_workers, server_trust, worker_trust
+from twinpool.cluster.trust import secret_for_workers, server_trust, warn_of_open_api, worker_trust
 from twinpool.core.config import bind, unbind
 from twinpool.core.errors import ConfigError
 from twinpool.core.ports import Role
@@ -143,3 +144,13 @@ def test_a_worker_lets_no_stranger_in(folder: Path) -> None:
 def test_the_command_line_refuses_before_it_loads_anything(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--join-host", "0.0.0.0", "--model", "no-such-model"]) == 2
     assert "join_host: 0.0.0.0 can be reached from other machines" in capsys.readouterr().err
+
+
+def test_an_api_that_is_open_to_others_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    for http in (HTTPConfig(), HTTPConfig(host="0.0.0.0", api_key="key")):
+        warn_of_open_api(DeploymentConfig(http=http))
+    assert caplog.text == ""
+
+    warn_of_open_api(DeploymentConfig(http=HTTPConfig(host="0.0.0.0")))
+
+    assert "http.host 0.0.0.0 can be reached from other machines and asks for no API key" in caplog.text

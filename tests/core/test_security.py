@@ -137,6 +137,18 @@ def test_a_certificate_of_another_ca_is_refused(folder: Path, tmp_path: Path) ->
         load_trust(config(folder), party=Party.WORKER)
 
 
+def test_one_of_several_authorities_is_enough(folder: Path, tmp_path: Path) -> None:
+    """So a CA is replaced without a stop: for a while both are trusted."""
+    make_files(tmp_path / "other", Wanted())
+    both = (tmp_path / "other" / "ca.pem").read_bytes() + (folder / "ca.pem").read_bytes()
+    (folder / "ca.pem").write_bytes(both)
+
+    trust = load_trust(config(folder), party=Party.WORKER)
+
+    assert trust.tls is not None
+    assert len(trust.tls.client_context().get_ca_certs()) == 2
+
+
 def test_a_worker_does_not_start_with_the_certificate_of_the_router(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"its certificate is for router.twinpool, not for worker.twinpool"):
         load_trust(config(folder, Party.ROUTER), party=Party.WORKER)

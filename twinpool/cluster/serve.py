@@ -33,7 +33,7 @@ from twinpool.checkpoints.resolve import resolve_model, served_name
 from twinpool.cluster.agent_process import AgentProcess
 from twinpool.cluster.config import DeploymentConfig, DeploymentSpec, PoolsConfig, WorkerConfig
 from twinpool.cluster.pools import WorkerReport
-from twinpool.cluster.trust import secret_for_workers, server_trust
+from twinpool.cluster.trust import secret_for_workers, server_trust, warn_of_open_api
 from twinpool.core.clock import SystemClock
 from twinpool.core.config import unbind
 from twinpool.core.errors import ConfigError, InvalidRequest, ModelError, NoWorkers, Unavailable, WorkerLost
@@ -70,6 +70,7 @@ def serve(config: DeploymentConfig, *, say: Say, on_ready: Callable[[str], None]
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         trust = server_trust(config)
+        warn_of_open_api(config)
         check_reachable(config)
         check_free(config.http.host, config.http.port)
         folder = resolve_model(config.model, progress=say)

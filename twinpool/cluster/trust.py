@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from twinpool.cluster.config import DeploymentConfig, WorkerConfig
-from twinpool.core.doors import check_door
+from twinpool.core.doors import check_door, is_loopback
 from twinpool.core.errors import ConfigError
 from twinpool.core.secret import Secret
 from twinpool.core.security import Trust, load_trust
 from twinpool.core.tls import Party
+
+_log = logging.getLogger(__name__)
 
 
 def server_trust(config: DeploymentConfig) -> Trust:
@@ -29,6 +32,19 @@ def server_trust(config: DeploymentConfig) -> Trust:
                 )
     check_door("join_host", config.join_host, trust)
     return trust
+
+
+def warn_of_open_api(config: DeploymentConfig) -> None:
+    """Tell that others than this machine reach the HTTP port, where all can use and scale the deployment.
+
+    Raises:
+        ConfigError: The host is unknown.
+    """
+    if config.http.api_key is None and not is_loopback("--host", config.http.host):
+        _log.warning(
+            "http.host %s can be reached from other machines and asks for no API key, /admin included",
+            config.http.host,
+        )
 
 
 def secret_for_workers(config: DeploymentConfig, trust: Trust) -> str:
