@@ -11,6 +11,7 @@ import re
 import threading
 import time
 import urllib.request
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,7 @@ class Ask:
     prompt: str | tuple[int, ...]
     max_tokens: int
     is_stream: bool = True
+    is_new: bool = False  # no worker has computed its prompt, however often it was asked
 
     def body(self) -> bytes:
         return json.dumps(
@@ -41,6 +43,7 @@ class Ask:
                 "ignore_eos": True,
                 "return_token_ids": True,
                 "stream": self.is_stream,
+                "cache_salt": uuid.uuid4().hex if self.is_new else None,
             }
         ).encode()
 

@@ -30,7 +30,8 @@ REPLACED_S = 60.0  # a Ray actor and a worker process start; how long that takes
 
 QUICK = Ask(prompt="after the fault", max_tokens=4)
 LONG_PROMPTS = tuple(
-    Ask(prompt=tuple((i * i + 7 * number) % 256 for i in range(1800)), max_tokens=20) for number in range(2)
+    Ask(prompt=tuple((i * i + 7 * number) % 256 for i in range(1800)), max_tokens=20, is_new=True)
+    for number in range(2)
 )
 LONG_ANSWERS = tuple(Ask(prompt=f"tell me story {number}", max_tokens=200) for number in range(2))
 
