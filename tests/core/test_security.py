@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import socket
 from pathlib import Path
 
 import pytest
@@ -219,3 +220,12 @@ def test_a_name_that_nobody_knows_is_refused() -> None:
 def test_a_name_is_what_it_resolves_to() -> None:
     assert is_loopback("host", "localhost")
     assert not is_loopback("host", "0.0.0.0")
+
+
+def test_a_name_with_one_address_elsewhere_is_not_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in ("127.0.0.1", "10.1.2.3")
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_options: answers)
+
+    assert not is_loopback("host", "two.faces.example")
