@@ -1,4 +1,4 @@
-"""With an API key every route but two is closed, whatever is added: the key is asked before a route is sought."""
+"""With an API key every route but two is closed: the key is asked for before a route is sought."""
 
 from __future__ import annotations
 
