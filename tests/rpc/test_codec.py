@@ -18,6 +18,7 @@ from twinpool.core.request import FinishReason, Request, SamplingParams, TokenLo
 from twinpool.core.ticket import KVTicket, TransferReport
 from twinpool.pb import types_pb2, worker_pb2
 from twinpool.rpc import codec
+from twinpool.rpc.checks import MAX_TEXT_CHARS
 
 TOKENS = st.integers(0, 2**31 - 1)
 COUNTS = st.integers(0, 2**31 - 1)
@@ -51,7 +52,7 @@ REQUESTS = st.builds(
     sampling=SAMPLING,
     timeout_s=SECONDS,
     output_ids=st.lists(TOKENS, max_size=7).map(tuple),
-    cache_salt=st.text(max_size=codec.MAX_TEXT_CHARS),
+    cache_salt=st.text(max_size=MAX_TEXT_CHARS),
 )
 OUTPUTS = st.builds(
     TokenOutput,

@@ -8,8 +8,7 @@ here; whether a request can be run is the engine's to say.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from twinpool.core.errors import ConfigError, InvalidRequest
 from twinpool.core.layout import DTYPE_BYTES, KVLayout
@@ -17,9 +16,8 @@ from twinpool.core.ports import BlockCounts, Role, WorkerAudit, WorkerInfo, Work
 from twinpool.core.request import FinishReason, Request, SamplingParams, TokenLogprob, TokenOutput
 from twinpool.core.ticket import Endpoint, KVTicket, TransferReport
 from twinpool.pb import types_pb2, worker_pb2
+from twinpool.rpc.checks import MAX_INT, integer, length, number, positive, text
 
-MAX_INT = 2**31 - 1  # the largest token id, and the largest number of anything
-MAX_TEXT_CHARS = 512  # of a name, an address or an id
 MAX_LOGPROBS = 128  # alternatives per token
 MAX_LIST_ITEMS = 4096  # logit biases, stop tokens, counters: lists whose length a client can choose
 MAX_ENDPOINTS = 16  # of one rank
@@ -51,12 +49,12 @@ def request_from_pb(message: types_pb2.Request, *, timeout_s: float) -> Request:
         InvalidRequest: A field is missing or out of range.
     """
     request = Request(
-        request_id=_text("request_id", message.request_id),
+        request_id=text("request_id", message.request_id),
         prompt_ids=_token_ids("prompt_ids", message.prompt_ids),
         output_ids=_token_ids("output_ids", message.output_ids),
         sampling=_sampling_from_pb(message.sampling),
         timeout_s=timeout_s,
-        cache_salt=_text("cache_salt", message.cache_salt, least=0),
+        cache_salt=text("cache_salt", message.cache_salt, least=0),
     )
     if not request.prompt_ids:
         raise InvalidRequest("prompt_ids", "there is no token")
@@ -96,8 +94,8 @@ def output_from_pb(message: types_pb2.TokenOutput) -> TokenOutput:
     if message.finish not in _FINISH_FROM_PB:
         raise InvalidRequest("finish", f"{message.finish} is no finish reason")
     return TokenOutput(
-        index=_integer("index", message.index),
-        token_id=_integer("token_id", message.token_id),
+        index=integer("index", message.index),
+        token_id=integer("token_id", message.token_id),
         finish=_FINISH_FROM_PB[message.finish],
         logprob=_logprob_from_pb(message.logprob) if message.HasField("logprob") else None,
         prompt_logprobs=(
@@ -105,7 +103,7 @@ def output_from_pb(message: types_pb2.TokenOutput) -> TokenOutput:
             if message.HasField("prompt_logprobs")
             else None
         ),
-        cached_tokens=_integer("cached_tokens", message.cached_tokens),
+        cached_tokens=integer("cached_tokens", message.cached_tokens),
     )
 
 
@@ -115,7 +113,7 @@ def sender_from_pb(message: worker_pb2.ReserveRequest) -> str:
     Raises:
         InvalidRequest: It is missing or too long.
     """
-    return _text("sender_id", message.sender_id)
+    return text("sender_id", message.sender_id)
 
 
 def ticket_to_pb(ticket: KVTicket) -> types_pb2.KVTicket:
@@ -145,19 +143,19 @@ def ticket_from_pb(message: types_pb2.KVTicket) -> KVTicket:
     transfer_id = message.transfer_id
     if len(transfer_id) != 32 or not set(transfer_id) <= set("0123456789abcdef"):
         raise InvalidRequest("transfer_id", "it is not 32 hex digits")
-    num_tokens = _integer("num_tokens", message.num_tokens, least=1)
+    num_tokens = integer("num_tokens", message.num_tokens, least=1)
     return KVTicket(
         transfer_id=transfer_id,
         epoch=message.epoch,
-        request_id=_text("request_id", message.request_id),
-        worker_id=_text("worker_id", message.worker_id),
-        sender_id=_text("sender_id", message.sender_id),
+        request_id=text("request_id", message.request_id),
+        worker_id=text("worker_id", message.worker_id),
+        sender_id=text("sender_id", message.sender_id),
         ranks=_ranks_from_pb(message.ranks),
         layout=_layout_from_pb(message.layout),
         num_tokens=num_tokens,
-        cached_tokens=_integer("cached_tokens", message.cached_tokens, most=num_tokens),
-        lease_s=_number("lease_s", message.lease_s, least=0.0),
-        expires_unix_s=_number("expires_unix_s", message.expires_unix_s, least=0.0),
+        cached_tokens=integer("cached_tokens", message.cached_tokens, most=num_tokens),
+        lease_s=number("lease_s", message.lease_s, least=0.0),
+        expires_unix_s=number("expires_unix_s", message.expires_unix_s, least=0.0),
         signature=_signature(message.signature),
     )
 
@@ -182,14 +180,14 @@ def report_from_pb(message: types_pb2.TransferReport) -> TransferReport:
         InvalidRequest: A time is not a finite number of at least 0.
     """
     times_s = {
-        name: _number(name, getattr(message, name), least=0.0) if message.HasField(name) else None
+        name: number(name, getattr(message, name), least=0.0) if message.HasField(name) else None
         for name in ("first_frame_s", "complete_s", "resumed_s")
     }
     return TransferReport(
         kv_bytes=message.kv_bytes,
         num_frames=message.num_frames,
-        cached_tokens=_integer("cached_tokens", message.cached_tokens),
-        transport=_text("transport", message.transport, least=0),
+        cached_tokens=integer("cached_tokens", message.cached_tokens),
+        transport=text("transport", message.transport, least=0),
         **times_s,
     )
 
@@ -218,22 +216,22 @@ def info_from_pb(message: types_pb2.WorkerInfo) -> WorkerInfo:
     Raises:
         InvalidRequest: A field is missing or out of range.
     """
-    _length("fingerprint", message.fingerprint, most=MAX_LIST_ITEMS)
+    length("fingerprint", message.fingerprint, most=MAX_LIST_ITEMS)
     return WorkerInfo(
-        worker_id=_text("worker_id", message.worker_id),
+        worker_id=text("worker_id", message.worker_id),
         role=_role(message.role),
-        address=_text("address", message.address),
-        pid=_integer("pid", message.pid),
-        host=_text("host", message.host),
+        address=text("address", message.address),
+        pid=integer("pid", message.pid),
+        host=text("host", message.host),
         generation=message.generation,
-        model=_text("model", message.model),
+        model=text("model", message.model),
         fingerprint={
-            _text("fingerprint", name): _text("fingerprint", value, least=0)
+            text("fingerprint", name): text("fingerprint", value, least=0)
             for name, value in message.fingerprint.items()
         },
         layout=_layout_from_pb(message.layout),
-        num_blocks=_integer("num_blocks", message.num_blocks, least=1),
-        max_model_tokens=_integer("max_model_tokens", message.max_model_tokens, least=1),
+        num_blocks=integer("num_blocks", message.num_blocks, least=1),
+        max_model_tokens=integer("max_model_tokens", message.max_model_tokens, least=1),
         ranks=_ranks_from_pb(message.ranks),
     )
 
@@ -256,14 +254,14 @@ def load_from_pb(message: types_pb2.WorkerLoad) -> WorkerLoad:
     Raises:
         InvalidRequest: A field is out of range.
     """
-    _length("counters", message.counters, most=MAX_LIST_ITEMS)
+    length("counters", message.counters, most=MAX_LIST_ITEMS)
     return WorkerLoad(
-        running=_integer("running", message.running),
-        queued=_integer("queued", message.queued),
-        free_blocks=_integer("free_blocks", message.free_blocks),
+        running=integer("running", message.running),
+        queued=integer("queued", message.queued),
+        free_blocks=integer("free_blocks", message.free_blocks),
         draining=message.draining,
-        stalled_s=_number("stalled_s", message.stalled_s, least=0.0),
-        counters={_text("counters", name): count for name, count in message.counters.items()},
+        stalled_s=number("stalled_s", message.stalled_s, least=0.0),
+        counters={text("counters", name): count for name, count in message.counters.items()},
     )
 
 
@@ -293,18 +291,18 @@ def audit_from_pb(message: worker_pb2.AuditReply) -> WorkerAudit:
     """
     blocks = message.blocks
     return WorkerAudit(
-        worker_id=_text("worker_id", message.worker_id),
+        worker_id=text("worker_id", message.worker_id),
         role=_role(message.role),
         blocks=BlockCounts(
-            total=_integer("total", blocks.total),
-            free=_integer("free", blocks.free),
-            cached=_integer("cached", blocks.cached),
-            owned=_integer("owned", blocks.owned),
-            draining=_integer("draining", blocks.draining),
+            total=integer("total", blocks.total),
+            free=integer("free", blocks.free),
+            cached=integer("cached", blocks.cached),
+            owned=integer("owned", blocks.owned),
+            draining=integer("draining", blocks.draining),
         ),
-        tickets=_integer("tickets", message.tickets),
-        transfers=_integer("transfers", message.transfers),
-        sequences=_integer("sequences", message.sequences),
+        tickets=integer("tickets", message.tickets),
+        transfers=integer("transfers", message.transfers),
+        sequences=integer("sequences", message.sequences),
     )
 
 
@@ -314,7 +312,7 @@ def timeout_from_pb(message: worker_pb2.DrainRequest) -> float:
     Raises:
         InvalidRequest: It is not a finite number of at least 0.
     """
-    return _number("timeout_s", message.timeout_s, least=0.0)
+    return number("timeout_s", message.timeout_s, least=0.0)
 
 
 def _sampling_to_pb(sampling: SamplingParams) -> types_pb2.SamplingParams:
@@ -338,21 +336,21 @@ def _sampling_to_pb(sampling: SamplingParams) -> types_pb2.SamplingParams:
 
 
 def _sampling_from_pb(message: types_pb2.SamplingParams) -> SamplingParams:
-    _length("logit_bias", message.logit_bias, most=MAX_LIST_ITEMS)
-    _length("stop_token_ids", message.stop_token_ids, most=MAX_LIST_ITEMS)
+    length("logit_bias", message.logit_bias, most=MAX_LIST_ITEMS)
+    length("stop_token_ids", message.stop_token_ids, most=MAX_LIST_ITEMS)
     return SamplingParams(
         seed=message.seed,
-        max_tokens=_integer("max_tokens", message.max_tokens, least=1),
-        min_tokens=_integer("min_tokens", message.min_tokens),
-        temperature=_number("temperature", message.temperature, least=0.0),
-        top_k=_integer("top_k", message.top_k),
-        top_p=_positive("top_p", message.top_p, most=1.0),
-        min_p=_number("min_p", message.min_p, least=0.0, most=1.0),
-        repetition_penalty=_positive("repetition_penalty", message.repetition_penalty),
-        presence_penalty=_number("presence_penalty", message.presence_penalty),
-        frequency_penalty=_number("frequency_penalty", message.frequency_penalty),
+        max_tokens=integer("max_tokens", message.max_tokens, least=1),
+        min_tokens=integer("min_tokens", message.min_tokens),
+        temperature=number("temperature", message.temperature, least=0.0),
+        top_k=integer("top_k", message.top_k),
+        top_p=positive("top_p", message.top_p, most=1.0),
+        min_p=number("min_p", message.min_p, least=0.0, most=1.0),
+        repetition_penalty=positive("repetition_penalty", message.repetition_penalty),
+        presence_penalty=number("presence_penalty", message.presence_penalty),
+        frequency_penalty=number("frequency_penalty", message.frequency_penalty),
         logit_bias=tuple(
-            (_integer("logit_bias", entry.token_id), _number("logit_bias", entry.bias))
+            (integer("logit_bias", entry.token_id), number("logit_bias", entry.bias))
             for entry in message.logit_bias
         ),
         stop_token_ids=_token_ids("stop_token_ids", message.stop_token_ids),
@@ -365,7 +363,7 @@ def _sampling_from_pb(message: types_pb2.SamplingParams) -> SamplingParams:
 def _optional_logprobs(message: types_pb2.SamplingParams, name: str) -> int | None:
     if not message.HasField(name):
         return None
-    return _integer(name, getattr(message, name), most=MAX_LOGPROBS)
+    return integer(name, getattr(message, name), most=MAX_LOGPROBS)
 
 
 def _logprob_to_pb(logprob: TokenLogprob) -> types_pb2.TokenLogprob:
@@ -379,17 +377,17 @@ def _logprob_to_pb(logprob: TokenLogprob) -> types_pb2.TokenLogprob:
 
 
 def _logprob_from_pb(message: types_pb2.TokenLogprob) -> TokenLogprob:
-    _length("top_ids", message.top_ids, most=MAX_LOGPROBS)
+    length("top_ids", message.top_ids, most=MAX_LOGPROBS)
     if len(message.top_ids) != len(message.top_logprobs):
         raise InvalidRequest(
             "top_logprobs", f"{len(message.top_logprobs)} values for {len(message.top_ids)} tokens"
         )
     return TokenLogprob(
-        token_id=_integer("token_id", message.token_id),
+        token_id=integer("token_id", message.token_id),
         logprob=_logprob_value("logprob", message.logprob),
-        rank=_integer("rank", message.rank, least=1),
+        rank=integer("rank", message.rank, least=1),
         top=tuple(
-            (_integer("top_ids", token_id), _logprob_value("top_logprobs", value))
+            (integer("top_ids", token_id), _logprob_value("top_logprobs", value))
             for token_id, value in zip(message.top_ids, message.top_logprobs, strict=True)
         ),
     )
@@ -411,12 +409,12 @@ def _layout_from_pb(message: types_pb2.KVLayout) -> KVLayout:
         raise InvalidRequest("dtype", f"{message.dtype[:32]!r} is none of {', '.join(sorted(DTYPE_BYTES))}")
     try:
         return KVLayout(
-            num_layers=_integer("num_layers", message.num_layers, least=1),
-            num_kv_heads=_integer("num_kv_heads", message.num_kv_heads, least=1),
-            head_dim=_integer("head_dim", message.head_dim, least=1),
-            block_tokens=_integer("block_tokens", message.block_tokens, least=1),
+            num_layers=integer("num_layers", message.num_layers, least=1),
+            num_kv_heads=integer("num_kv_heads", message.num_kv_heads, least=1),
+            head_dim=integer("head_dim", message.head_dim, least=1),
+            block_tokens=integer("block_tokens", message.block_tokens, least=1),
             dtype=message.dtype,
-            tp_size=_integer("tp_size", message.tp_size, least=1, most=MAX_RANKS),
+            tp_size=integer("tp_size", message.tp_size, least=1, most=MAX_RANKS),
         )
     except ConfigError as error:
         raise InvalidRequest("tp_size", error.problem) from None
@@ -432,14 +430,14 @@ def _ranks_to_pb(ranks: Sequence[Sequence[Endpoint]]) -> list[types_pb2.RankEndp
 
 
 def _ranks_from_pb(messages: Sequence[types_pb2.RankEndpoints]) -> tuple[tuple[Endpoint, ...], ...]:
-    _length("ranks", messages, most=MAX_RANKS)
+    length("ranks", messages, most=MAX_RANKS)
     return tuple(_endpoints_from_pb(message.endpoints) for message in messages)
 
 
 def _endpoints_from_pb(messages: Sequence[types_pb2.Endpoint]) -> tuple[Endpoint, ...]:
-    _length("endpoints", messages, most=MAX_ENDPOINTS)
+    length("endpoints", messages, most=MAX_ENDPOINTS)
     return tuple(
-        Endpoint(_text("transport", message.transport), _text("address", message.address))
+        Endpoint(text("transport", message.transport), text("address", message.address))
         for message in messages
     )
 
@@ -463,37 +461,8 @@ def _token_ids(name: str, ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _integer(name: str, value: int, *, least: int = 0, most: int = MAX_INT) -> int:
-    if not least <= value <= most:
-        raise InvalidRequest(name, f"{value} is not in [{least}, {most}]")
-    return value
-
-
-def _number(name: str, value: float, *, least: float = -math.inf, most: float = math.inf) -> float:
-    if not math.isfinite(value) or not least <= value <= most:
-        raise InvalidRequest(name, f"{value} is not a finite number in [{least}, {most}]")
-    return value
-
-
-def _positive(name: str, value: float, *, most: float = math.inf) -> float:
-    if _number(name, value, most=most) <= 0.0:
-        raise InvalidRequest(name, f"{value} is not more than 0")
-    return value
-
-
 def _logprob_value(name: str, value: float) -> float:
     """A log-probability: minus infinity is one, what is not a number is none."""
     if math.isnan(value) or value == math.inf:
         raise InvalidRequest(name, f"{value} is no log-probability")
     return value
-
-
-def _text(name: str, value: str, *, least: int = 1) -> str:
-    if not least <= len(value) <= MAX_TEXT_CHARS:
-        raise InvalidRequest(name, f"{len(value)} characters are not in [{least}, {MAX_TEXT_CHARS}]")
-    return value
-
-
-def _length(name: str, items: Sequence[Any] | Mapping[str, Any], *, most: int) -> None:
-    if len(items) > most:
-        raise InvalidRequest(name, f"{len(items)} entries are more than {most}")
