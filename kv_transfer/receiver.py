@@ -31,6 +31,7 @@ from twinpool.core.clock import Clock
 from twinpool.core.errors import TransferDamaged, TransferError, TransferRefused, TransferTimeout
 from twinpool.core.layout import COMPACT, DTYPE_BYTES, KVLayout, wire_bytes
 from twinpool.core.ports import KVRange, KVStore
+from twinpool.core.rank_port import Expected
 from twinpool.core.ticket import TransferReport
 
 _REMEMBERED_ENDS = 4096  # ended transfers whose end can still be told to latecomers
@@ -51,23 +52,6 @@ class ReceiverCounters:
     completed: int = 0
     broken: int = 0  # transfers whose sender failed or gave up
     expired: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
-    """What one rank is to receive.
-
-    ``cached_tokens`` are the first tokens, already there; they are never written.  After ``timeout_s`` the
-    transfer is over, whatever its progress.
-    """
-
-    transfer_id: str
-    sender_id: str  # the only worker that may send
-    key: bytes  # the ticket's signature; a sender proves that it holds it
-    blocks: tuple[int, ...]  # of the sequence in token order, those of the cached tokens included
-    num_tokens: int  # tokens whose KV must be there before ``wait`` returns
-    cached_tokens: int = 0
-    timeout_s: float
 
 
 class KVReceiver:
@@ -111,6 +95,11 @@ class KVReceiver:
     def num_open(self) -> int:
         """Transfers that hold blocks: expected and neither cancelled nor expired."""
         return len(self._open)
+
+    @property
+    def num_incomplete(self) -> int:
+        """Those of them that are not whole."""
+        return sum(incoming.complete_s is None for incoming in self._open.values())
 
     def expect(self, expected: Expected) -> None:
         """Open a transfer of tokens ``[cached_tokens, num_tokens)`` of all heads of this rank."""
