@@ -58,6 +58,15 @@ class Deployment:
     join: str
     processes: dict[str, psutil.Process]  # by name
 
+    def unix_sockets(self) -> set[str]:
+        """The names of the sockets without a file on which workers wait for KV of the same machine."""
+        return {
+            connection.laddr
+            for process in self.processes.values()
+            for connection in process.net_connections(kind="unix")
+            if str(connection.laddr).startswith("@")
+        }
+
     def ports(self) -> dict[int, str]:
         """Every port that is listened on, with the name of its process."""
         return {
@@ -126,9 +135,20 @@ def attacks(marker: Path) -> list[bytes]:
     ]
 
 
-def is_closed_after(data: bytes, port: int, context: ssl.SSLContext | None = None) -> bool:
-    """Send bytes to a port and say that nothing follows; return whether the connection is closed then."""
-    with socket.create_connection(("127.0.0.1", port), 10.0) as raw:
+Door = int | str  # a port of loopback, or the name of a Unix socket without a file, after an "@"
+
+
+def connect(door: Door) -> socket.socket:
+    if isinstance(door, int):
+        return socket.create_connection(("127.0.0.1", door), 10.0)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect("\0" + door.removeprefix("@"))
+    return connection
+
+
+def is_closed_after(data: bytes, door: Door, context: ssl.SSLContext | None = None) -> bool:
+    """Send bytes and say that nothing follows; return whether the connection is closed then."""
+    with connect(door) as raw:
         connection = (
             raw if context is None else context.wrap_socket(raw, server_hostname=Party.WORKER.dns_name)
         )
@@ -146,13 +166,13 @@ def is_closed_after(data: bytes, port: int, context: ssl.SSLContext | None = Non
 
 
 def attack(
-    ports: Iterable[int], marker: Path, context: ssl.SSLContext | None = None
-) -> list[tuple[int, bytes]]:
-    """Send every attack to every port; return those after which a connection stayed open."""
-    tries = [(port, data) for port in ports for data in attacks(marker)]
+    doors: Iterable[Door], marker: Path, context: ssl.SSLContext | None = None
+) -> list[tuple[Door, bytes]]:
+    """Send every attack to every door; return those after which a connection stayed open."""
+    tries = [(door, data) for door in doors for data in attacks(marker)]
     with ThreadPoolExecutor(16) as pool:
         closed = list(pool.map(lambda each: is_closed_after(each[1], each[0], context), tries))
-    return [(port, data[:20]) for (port, data), is_closed in zip(tries, closed, strict=True) if not is_closed]
+    return [(door, data[:20]) for (door, data), is_closed in zip(tries, closed, strict=True) if not is_closed]
 
 
 def test_it_answers_over_two_pools(secured: Deployment) -> None:
@@ -197,7 +217,8 @@ def test_every_port_is_on_loopback_and_all_but_http_want_a_certificate(
 def test_random_bytes_and_pickles_open_nothing(secured: Deployment, tmp_path: Path) -> None:
     expected = secured.server.answer()
 
-    still_open = attack(secured.ports(), tmp_path / "marker")
+    assert len(secured.unix_sockets()) >= 2
+    still_open = attack([*secured.ports(), *secured.unix_sockets()], tmp_path / "marker")
 
     assert still_open == []
     assert not (tmp_path / "marker").exists()
