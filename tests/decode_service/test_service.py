@@ -59,6 +59,27 @@ def test_a_ticket_names_what_is_awaited_and_the_room_is_taken() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(("num_tokens", "num_cached"), [(7, 4), (8, 8), (9, 8)])
+def test_a_ticket_says_how_much_is_here_and_all_of_it_needs_no_sender(
+    num_tokens: int, num_cached: int
+) -> None:
+    async def run() -> None:
+        async with toy_worker(PATIENT) as worker:
+            asked = request(tuple(range(num_tokens)), max_tokens=6)
+            async with aclosing(worker.decode.generate(asked)) as outputs:
+                whole = [output.token_id async for output in outputs]
+            ticket = await worker.decode.reserve(replace(asked, request_id="r1"), sender_id="prefill")
+            assert (ticket.num_tokens, ticket.cached_tokens) == (num_tokens, num_cached)
+            assert worker.decode.num_transfers == (num_cached < num_tokens)
+            if num_cached == num_tokens:
+                assert await resume(worker, ticket, TokenOutput(index=0, token_id=whole[0])) == whole[1:]
+            report = await worker.decode.release(ticket)
+            assert (report.kv_bytes, report.cached_tokens) == (0, num_cached)
+            assert await worker.is_clean()
+
+    asyncio.run(run())
+
+
 def test_release_gives_the_room_back_and_tells_what_became_of_the_ticket() -> None:
     async def run() -> None:
         async with pair() as (prefill, decode):

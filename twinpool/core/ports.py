@@ -49,7 +49,7 @@ class WorkerLoad:
 
     running: int = 0  # sequences that are being computed or hold blocks
     queued: int = 0  # sequences that wait for their first step
-    free_blocks: int = 0
+    free_blocks: int = 0  # that a newcomer can get: cached ones are among them
     draining: bool = False
     stalled_s: float = 0.0  # how long there has been work and no step; 0 when idle or moving
     counters: Mapping[str, int] = field(default_factory=dict)  # totals since the start, by metric name
