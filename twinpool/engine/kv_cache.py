@@ -26,8 +26,8 @@ class KVCache:
     """Keys and values of all layers; implements ``KVStore``.
 
     The engine's thread stores into the blocks of sequences it runs; ``payload`` and ``write`` may be called
-    from another thread meanwhile, for tokens that the engine does not store at that time, nor read if they are
-    written: sequences may share the ones that are sent.
+    from another thread meanwhile, for tokens that the engine does not store at that time, nor read if they
+    are written: sequences may share the ones that are sent.
     On a GPU all of them use the device's default stream, which puts them in order.
 
     Args:
