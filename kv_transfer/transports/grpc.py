@@ -158,14 +158,15 @@ class _Connection:
         self.address = address
         self.is_suspect = False  # the peer did not answer on it
         self._num_parts = 0  # that go over it
+        target = f"dns:///{address}"  # whatever gRPC would make of the address otherwise: a path, a list
         if tls is None:
-            self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
             return
         credentials = grpc.ssl_channel_credentials(
             root_certificates=tls.ca, private_key=tls.key, certificate_chain=tls.cert
         )
         named = (*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", Party.WORKER.dns_name))
-        self._channel = grpc.aio.secure_channel(address, credentials, options=named)
+        self._channel = grpc.aio.secure_channel(target, credentials, options=named)
 
     @property
     def has_failed(self) -> bool:
