@@ -1,4 +1,4 @@
-"""How rank 0 of a tensor-parallel worker drives the transfers of another rank.
+"""What the ranks of a tensor-parallel worker say to each other, and how rank 0 drives another's transfers.
 
 The other rank itself, its gRPC client and a fake in a test fit the same small Protocol.
 """
@@ -9,7 +9,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from twinpool.core.ticket import KVTicket, TransferReport
+from twinpool.core.ticket import Endpoint, KVTicket, TransferReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHello:
+    """The first thing another rank says to rank 0."""
+
+    rank: int  # of the one that speaks, from 1
+    num_ranks: int  # that it was told of, itself and rank 0 included
+    generation: int  # of the worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReady:
+    """What another rank says of itself once it can work."""
+
+    address: str  # of its gRPC service
+    endpoints: tuple[Endpoint, ...]  # where KV reaches it, best first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

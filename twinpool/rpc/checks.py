@@ -40,6 +40,20 @@ def text(name: str, value: str, *, least: int = 1) -> str:
     return value
 
 
+def hex_digits(name: str, value: str, *, num_digits: int) -> str:
+    """Return a text of so many lower-case hex digits."""
+    if len(value) != num_digits or not set(value) <= set("0123456789abcdef"):
+        raise InvalidRequest(name, f"it is not {num_digits} hex digits")
+    return value
+
+
+def signature(name: str, value: bytes) -> bytes:
+    """Return an HMAC of ``core/secret.py``, or nothing."""
+    if len(value) not in (0, 32):
+        raise InvalidRequest(name, f"{len(value)} bytes are not 32")
+    return value
+
+
 def length(name: str, items: Sequence[Any] | Mapping[str, Any], *, most: int) -> None:
     """Check that there are not more than ``most`` items."""
     if len(items) > most:

@@ -8,7 +8,7 @@ here; whether a request can be run is the engine's to say.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from twinpool.core.errors import ConfigError, InvalidRequest
 from twinpool.core.layout import DTYPE_BYTES, KVLayout
@@ -16,7 +16,7 @@ from twinpool.core.ports import BlockCounts, Role, WorkerAudit, WorkerInfo, Work
 from twinpool.core.request import FinishReason, Request, SamplingParams, TokenLogprob, TokenOutput
 from twinpool.core.ticket import Endpoint, KVTicket, TransferReport
 from twinpool.pb import types_pb2, worker_pb2
-from twinpool.rpc.checks import MAX_INT, integer, length, number, positive, text
+from twinpool.rpc.checks import MAX_INT, hex_digits, integer, length, number, positive, signature, text
 
 MAX_LOGPROBS = 128  # alternatives per token
 MAX_LIST_ITEMS = 4096  # logit biases, stop tokens, counters: lists whose length a client can choose
@@ -140,12 +140,9 @@ def ticket_from_pb(message: types_pb2.KVTicket) -> KVTicket:
     Raises:
         InvalidRequest: A field is missing or out of range.
     """
-    transfer_id = message.transfer_id
-    if len(transfer_id) != 32 or not set(transfer_id) <= set("0123456789abcdef"):
-        raise InvalidRequest("transfer_id", "it is not 32 hex digits")
     num_tokens = integer("num_tokens", message.num_tokens, least=1)
     return KVTicket(
-        transfer_id=transfer_id,
+        transfer_id=hex_digits("transfer_id", message.transfer_id, num_digits=32),
         epoch=message.epoch,
         request_id=text("request_id", message.request_id),
         worker_id=text("worker_id", message.worker_id),
@@ -156,7 +153,7 @@ def ticket_from_pb(message: types_pb2.KVTicket) -> KVTicket:
         cached_tokens=integer("cached_tokens", message.cached_tokens, most=num_tokens),
         lease_s=number("lease_s", message.lease_s, least=0.0),
         expires_unix_s=number("expires_unix_s", message.expires_unix_s, least=0.0),
-        signature=_signature(message.signature),
+        signature=signature("signature", message.signature),
     )
 
 
@@ -236,6 +233,26 @@ def info_from_pb(message: types_pb2.WorkerInfo) -> WorkerInfo:
     )
 
 
+def endpoints_to_pb(endpoints: Sequence[Endpoint]) -> types_pb2.RankEndpoints:
+    """Return the message of the endpoints of one rank."""
+    return types_pb2.RankEndpoints(
+        endpoints=[types_pb2.Endpoint(transport=e.transport, address=e.address) for e in endpoints]
+    )
+
+
+def endpoints_from_pb(message: types_pb2.RankEndpoints) -> tuple[Endpoint, ...]:
+    """Return the endpoints of one rank.
+
+    Raises:
+        InvalidRequest: There are too many, or one is empty or too long.
+    """
+    length("endpoints", message.endpoints, most=MAX_ENDPOINTS)
+    return tuple(
+        Endpoint(text("transport", endpoint.transport), text("address", endpoint.address))
+        for endpoint in message.endpoints
+    )
+
+
 def load_to_pb(load: WorkerLoad) -> types_pb2.WorkerLoad:
     """Return the message of ``load``."""
     return types_pb2.WorkerLoad(
@@ -254,15 +271,24 @@ def load_from_pb(message: types_pb2.WorkerLoad) -> WorkerLoad:
     Raises:
         InvalidRequest: A field is out of range.
     """
-    length("counters", message.counters, most=MAX_LIST_ITEMS)
     return WorkerLoad(
         running=integer("running", message.running),
         queued=integer("queued", message.queued),
         free_blocks=integer("free_blocks", message.free_blocks),
         draining=message.draining,
         stalled_s=number("stalled_s", message.stalled_s, least=0.0),
-        counters={text("counters", name): count for name, count in message.counters.items()},
+        counters=counters_from_pb(message.counters),
     )
+
+
+def counters_from_pb(counters: Mapping[str, int]) -> Mapping[str, int]:
+    """Return totals by name.
+
+    Raises:
+        InvalidRequest: There are too many, or a name is empty or too long.
+    """
+    length("counters", counters, most=MAX_LIST_ITEMS)
+    return {text("counters", name): count for name, count in counters.items()}
 
 
 def audit_to_pb(audit: WorkerAudit) -> worker_pb2.AuditReply:
@@ -421,31 +447,12 @@ def _layout_from_pb(message: types_pb2.KVLayout) -> KVLayout:
 
 
 def _ranks_to_pb(ranks: Sequence[Sequence[Endpoint]]) -> list[types_pb2.RankEndpoints]:
-    return [
-        types_pb2.RankEndpoints(
-            endpoints=[types_pb2.Endpoint(transport=e.transport, address=e.address) for e in endpoints]
-        )
-        for endpoints in ranks
-    ]
+    return [endpoints_to_pb(endpoints) for endpoints in ranks]
 
 
 def _ranks_from_pb(messages: Sequence[types_pb2.RankEndpoints]) -> tuple[tuple[Endpoint, ...], ...]:
     length("ranks", messages, most=MAX_RANKS)
-    return tuple(_endpoints_from_pb(message.endpoints) for message in messages)
-
-
-def _endpoints_from_pb(messages: Sequence[types_pb2.Endpoint]) -> tuple[Endpoint, ...]:
-    length("endpoints", messages, most=MAX_ENDPOINTS)
-    return tuple(
-        Endpoint(text("transport", message.transport), text("address", message.address))
-        for message in messages
-    )
-
-
-def _signature(value: bytes) -> bytes:
-    if len(value) not in (0, 32):
-        raise InvalidRequest("signature", f"{len(value)} bytes are not 32")
-    return value
+    return tuple(endpoints_from_pb(message) for message in messages)
 
 
 def _role(value: str) -> Role:
