@@ -44,7 +44,7 @@ class Job:
     address: str = ""
     block_tokens: int = 16
     num_blocks: int = NUM_BLOCKS
-    step_timeout_s: float = 600.0
+    step_timeout_s: float = 60.0
     dtype: str = "float32"
     hangs_in_layer: int | None = None
     fails_in_layer: int | None = None

@@ -24,6 +24,8 @@ from twinpool.core.errors import InternalError, RankLost
 from twinpool.engine.loop import EngineLoop
 from twinpool.engine.plan import BatchPlan
 
+NEVER_S = 600.0  # as the deadline of a step
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -42,7 +44,7 @@ def fails_with(worker: Led, *, layer_hook: object = None) -> str:
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_rank_killed_in_mid_step_ends_all_others_at_once(folder: Path, layer: int) -> None:
     with (
-        led(folder, size=4, rank_2={"hangs_in_layer": layer}) as worker,
+        led(folder, size=4, step_timeout_s=NEVER_S, rank_2={"hangs_in_layer": layer}) as worker,
         ThreadPoolExecutor(1) as pool,
     ):
         failing = pool.submit(fails_with, worker)
@@ -71,7 +73,7 @@ def test_a_frozen_rank_ends_all_others_after_the_deadline_of_a_step(folder: Path
 
 
 def test_a_step_that_fails_on_one_rank_fails_on_all_though_no_process_ends(folder: Path) -> None:
-    with led(folder, size=4, rank_1={"fails_in_layer": 1}) as worker:
+    with led(folder, size=4, step_timeout_s=NEVER_S, rank_1={"fails_in_layer": 1}) as worker:
         assert "the step failed on rank 0: " in fails_with(worker)
 
         errors = [other.hears().error for other in worker.others]
@@ -84,7 +86,7 @@ def test_a_step_that_fails_on_rank_0_fails_on_all(folder: Path) -> None:
     def fail(layer: int) -> None:
         raise ValueError(f"in layer {layer}")
 
-    with led(folder, size=2) as worker:
+    with led(folder, size=2, step_timeout_s=NEVER_S) as worker:
         assert fails_with(worker, layer_hook=fail) == "the step failed on rank 0: in layer 0"
         assert worker.others[0].hears().error.startswith("RankLost: ")
 
@@ -92,10 +94,11 @@ def test_a_step_that_fails_on_rank_0_fails_on_all(folder: Path) -> None:
 @contextmanager
 def led_by_a_process(folder: Path, **job: object) -> Iterator[list[Rank]]:
     """Three ranks, all of them processes, in the middle of the first step or after it."""
-    ranks = [Rank(Job(folder=folder, rank=0, size=3, **job))]  # type: ignore[arg-type]
+    common = {"folder": folder, "size": 3, "step_timeout_s": NEVER_S}
+    ranks = [Rank(Job(**common, rank=0, **job))]  # type: ignore[arg-type]
     try:
         address = ranks[0].hears()
-        ranks += [Rank(Job(folder=folder, rank=rank, size=3, address=address)) for rank in (1, 2)]
+        ranks += [Rank(Job(**common, rank=rank, address=address)) for rank in (1, 2)]
         yield ranks
     finally:
         for rank in ranks:
