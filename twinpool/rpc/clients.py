@@ -112,7 +112,7 @@ class PrefillClient:
         )
         with self._channel.errors():
             call = self._stub.Prefill(message, timeout=_timeout_s(request.timeout_s))
-            return codec.output_from_pb(_whole(await call))
+            return codec.output_from_pb(whole(await call))
 
 
 class DecodeClient:
@@ -164,13 +164,13 @@ class DecodeClient:
         self._deadlines_s.pop(ticket.transfer_id, None)
         with self._channel.control_errors():
             call = self._stub.Release(codec.ticket_to_pb(ticket), timeout=CONTROL_TIMEOUT_S)
-            return codec.report_from_pb(_whole(await call))
+            return codec.report_from_pb(whole(await call))
 
     async def _reserve(self, request: Request, sender_id: str) -> KVTicket:
         message = worker_pb2.ReserveRequest(request=codec.request_to_pb(request), sender_id=sender_id)
         with self._channel.errors():
             call = self._stub.Reserve(message, timeout=_timeout_s(request.timeout_s))
-            return codec.ticket_from_pb(_whole(await call))
+            return codec.ticket_from_pb(whole(await call))
 
     async def _give_back(self, reserving: asyncio.Future[KVTicket]) -> None:
         try:
@@ -185,7 +185,7 @@ class DecodeClient:
             call = method(message, timeout=timeout_s)
             try:
                 async for answer in call:
-                    yield codec.output_from_pb(_whole(answer))
+                    yield codec.output_from_pb(whole(answer))
             finally:
                 call.cancel()  # the abort, if the answer has not ended
 
@@ -200,7 +200,7 @@ class WorkerClient:
     async def status(self) -> WorkerLoad:
         with self._channel.control_errors():
             call = self._stub.Status(worker_pb2.StatusRequest(), timeout=CONTROL_TIMEOUT_S)
-            return codec.load_from_pb(_whole(await call))
+            return codec.load_from_pb(whole(await call))
 
     async def drain(self, *, timeout_s: float) -> bool:
         with self._channel.control_errors():
@@ -208,13 +208,13 @@ class WorkerClient:
                 worker_pb2.DrainRequest(timeout_s=timeout_s),
                 timeout=_timeout_s(timeout_s + CONTROL_TIMEOUT_S),
             )
-            reply: worker_pb2.DrainReply = _whole(await call)
+            reply: worker_pb2.DrainReply = whole(await call)
             return reply.empty
 
     async def audit(self) -> WorkerAudit:
         with self._channel.control_errors():
             call = self._stub.Audit(worker_pb2.AuditRequest(), timeout=CONTROL_TIMEOUT_S)
-            return codec.audit_from_pb(_whole(await call))
+            return codec.audit_from_pb(whole(await call))
 
 
 def _timeout_s(time_left_s: float) -> float:
@@ -223,8 +223,12 @@ def _timeout_s(time_left_s: float) -> float:
     return min(time_left_s, MAX_TIMEOUT_S)
 
 
-def _whole(answer: T | None) -> T:
-    """The answer, which gRPC gives as None when its bytes are no message."""
+def whole(answer: T | None) -> T:
+    """Return the answer, which gRPC gives as None when its bytes are no message.
+
+    Raises:
+        InvalidRequest: They are none.
+    """
     if answer is None:
         raise InvalidRequest(None, "the bytes are no message")
     return answer
