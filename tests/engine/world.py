@@ -274,7 +274,7 @@ class World:
 
 def contents_of(engine: Engine) -> PrefixCache:
     """The table of what an engine's blocks hold."""
-    return engine._scheduler._prefixes
+    return engine._scheduler._blocks._prefixes
 
 
 def sequence_is_live(sequence: SequenceState) -> bool:

@@ -12,11 +12,6 @@ Blocks, in four rules:
 - A waiting sequence that finds no room may be overtaken for ``OVERTAKING_S``; then the line is held
   for it.  For a preempted one, whose client already reads, the line is held at once.
 - Blocks return to the pool on the way into FINISHED, or back into WAITING, and nowhere else.
-
-And two for the KV that sequences share:
-
-- A block can be found once a step has ended well that completed it, or a transfer of which all is there.
-- A sequence finds what it can at the moment it gets its blocks, and writes only behind that.
 """
 
 from __future__ import annotations
@@ -35,8 +30,8 @@ from twinpool.engine.block_pool import BlockPool
 from twinpool.engine.config import EngineConfig
 from twinpool.engine.finish import finish_reason
 from twinpool.engine.plan import BatchItem, BatchPlan, ItemResult, QueueView, SchedulerPolicy, Work
-from twinpool.engine.prefix_cache import BlockName, PrefixCache
 from twinpool.engine.sequence import SequenceState, SequenceStatus
+from twinpool.engine.sequence_blocks import SequenceBlocks
 
 OVERTAKING_S = 2.0  # how long younger sequences may start before one that found no room
 
@@ -54,16 +49,14 @@ class Scheduler:
     """Holds the live sequences of one engine and the books of its blocks.
 
     Attributes:
-        pool: Read it; only the scheduler changes it.
         counters: Totals since the start.
     """
 
     def __init__(
         self, config: EngineConfig, policy: SchedulerPolicy, *, num_blocks: int, eos_ids: Set[int]
     ) -> None:
-        self._prefixes = PrefixCache(config.block_tokens)
-        self.pool = BlockPool(num_blocks, self._prefixes)
         self.counters: Counter[str] = Counter()
+        self._blocks = SequenceBlocks(config, num_blocks=num_blocks, counters=self.counters)
         self._config = config
         self._policy = policy
         self._eos_ids = frozenset(eos_ids)
@@ -77,6 +70,11 @@ class Scheduler:
             SequenceStatus.DECODING: self._decoding,
         }
         self._next_deadline_s = math.inf  # no live sequence has an earlier one
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks of all sequences; only the scheduler gives and takes them."""
+        return self._blocks.pool
 
     @property
     def sequences(self) -> tuple[SequenceState, ...]:
@@ -109,14 +107,14 @@ class Scheduler:
             NoFreeBlocks: Nothing was taken.  Blocks that older sequences wait for do not count as free.
         """
         assert sequence.status is SequenceStatus.RECEIVING, "only a receiving sequence can be held"
-        self._take(sequence, spare=self._spare_of_newcomers(now_s))
+        self._blocks.take(sequence, spare=self._spare_of_newcomers(now_s))
         self._admit(sequence)
 
     def start_decoding(self, sequence: SequenceState, token_id: int) -> None:
         """Go on with a sequence whose KV arrived: RECEIVING to DECODING, ``token_id`` is its next token."""
         sequence.move_to(SequenceStatus.DECODING)
         sequence.num_computed_tokens = len(sequence.token_ids)
-        self._publish(sequence)
+        self._blocks.publish(sequence)
         sequence.token_ids.append(token_id)
         sequence.has_emitted = True
         self._decoding.add(sequence)
@@ -189,7 +187,7 @@ class Scheduler:
                 self.end(sequence)
                 failed.append((sequence, error))
                 continue
-            self._publish(sequence)
+            self._blocks.publish(sequence)
             if result.token_id is not None:
                 outputs.append((sequence, self._emit(sequence, result.token_id, result)))
         return StepResult(outputs=tuple(outputs), failed=tuple(failed), num_items=len(plan.items))
@@ -209,68 +207,12 @@ class Scheduler:
 
     def _drain(self, sequence: SequenceState) -> None:
         sequence.move_to(SequenceStatus.DRAINING)
-        self.pool.drain(sequence.number, sequence.blocks)
+        self._blocks.drain(sequence)
 
     def _finish(self, sequence: SequenceState) -> None:
         sequence.move_to(SequenceStatus.FINISHED)
-        self._release(sequence)
+        self._blocks.release(sequence)
         del self._live[sequence.number]
-
-    def _take(self, sequence: SequenceState, *, spare: int) -> None:
-        """Give a starting sequence all its blocks; what it finds of its prefix is pinned in the same step.
-
-        Raises:
-            NoFreeBlocks: Nothing was taken.
-        """
-        prefix = self._prefix(sequence)
-        got = self.pool.allocate(
-            sequence.number, self._num_blocks(sequence.num_start_tokens), prefix=prefix, spare=spare
-        )
-        num_cached = got.num_shared * self._config.block_tokens
-        sequence.blocks = got.blocks
-        sequence.num_published_blocks = got.num_shared
-        if sequence.num_preemptions == 0:  # later it may find what it computed itself
-            sequence.num_cached_tokens = num_cached
-        if sequence.status is SequenceStatus.WAITING:
-            sequence.num_computed_tokens = num_cached
-        if prefix:
-            self.counters["prefix_query_tokens"] += len(sequence.token_ids)
-            self.counters["prefix_hit_tokens"] += num_cached
-        self.counters["evicted_blocks"] = self.pool.num_evicted
-
-    def _prefix(self, sequence: SequenceState) -> list[BlockName]:
-        """Return the names of the blocks that a starting sequence may find instead of having them written."""
-        if not self._config.prefix_cache:
-            return []
-        self._name_blocks(sequence)
-        if sequence.status is SequenceStatus.RECEIVING:
-            return sequence.block_names
-        if sequence.wants_prompt_logprobs:
-            return []
-        # The last known token is always computed: the next one is chosen from its logits.
-        return sequence.block_names[: (len(sequence.token_ids) - 1) // self._config.block_tokens]
-
-    def _publish(self, sequence: SequenceState) -> None:
-        """Let others find the full blocks whose KV is whole now."""
-        num_whole = sequence.num_computed_tokens // self._config.block_tokens
-        if not self._config.prefix_cache or num_whole == sequence.num_published_blocks:
-            return
-        self._name_blocks(sequence)
-        while sequence.num_published_blocks < num_whole:
-            index = sequence.num_published_blocks
-            after = sequence.blocks[index - 1] if index else None
-            name = sequence.block_names[index]
-            if not self.pool.publish(sequence.number, sequence.blocks[index], name, after=after):
-                return
-            sequence.num_published_blocks += 1
-
-    def _name_blocks(self, sequence: SequenceState) -> None:
-        self._prefixes.extend(sequence.block_names, sequence.token_ids, salt=sequence.request.cache_salt)
-
-    def _release(self, sequence: SequenceState) -> None:
-        self.pool.free(sequence.number, sequence.blocks)
-        sequence.blocks = []
-        sequence.num_published_blocks = 0
 
     def _checked(self, work: Work, batch: _Batch) -> SequenceState:
         """Return the offered sequence; an offer that breaks the policy's contract is a bug."""
@@ -309,7 +251,7 @@ class Scheduler:
         if self._line_holder(now_s) not in (None, sequence):
             return False
         try:
-            self._take(sequence, spare=self._headroom(sequence, batch))
+            self._blocks.take(sequence, spare=self._headroom(sequence, batch))
         except NoFreeBlocks:
             if sequence.blocked_since_s is None:
                 sequence.blocked_since_s = now_s
@@ -346,39 +288,32 @@ class Scheduler:
             return batch.num_growing
         older = (other for line in (self._prefilling, self._decoding) for other in line)
         return sum(
-            self._num_blocks(other.request.max_total_tokens) - len(other.blocks)
+            self._blocks.num_blocks(other.request.max_total_tokens) - len(other.blocks)
             for other in older
             if other.number < sequence.number and not other.has_destination
         )
 
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._config.block_tokens)
-
     def _num_growing(self) -> int:
-        return sum(1 for sequence in self._decoding if self._needs_block(sequence))
-
-    def _needs_block(self, sequence: SequenceState) -> bool:
-        return len(sequence.blocks) * self._config.block_tokens < len(sequence.token_ids)
+        return sum(1 for sequence in self._decoding if self._blocks.needs_block(sequence))
 
     def _spare_of_newcomers(self, now_s: float) -> int:
         """Return how many blocks a reservation must leave to those that were here before."""
         spare = self._num_growing()
         holder = self._line_holder(now_s)
         if holder is not None:
-            spare += self._num_blocks(holder.num_start_tokens) + self._headroom(holder)
+            spare += self._blocks.num_blocks(holder.num_start_tokens) + self._headroom(holder)
         return spare
 
     def _grow(self, sequence: SequenceState, batch: _Batch) -> bool:
         """Give a decoding sequence the block of its next token, from a younger sequence if none is free."""
-        if not self._needs_block(sequence):
+        if not self._blocks.needs_block(sequence):
             return True
         while self.pool.num_available == 0:
             victim = self._youngest_preemptible()
             if victim is None or victim.number <= sequence.number:
                 return False
             self._preempt(victim, batch)
-        sequence.blocks += self.pool.allocate(sequence.number, 1).blocks
-        self.counters["evicted_blocks"] = self.pool.num_evicted
+        self._blocks.grow(sequence)
         return True
 
     def _youngest_preemptible(self) -> SequenceState | None:
@@ -394,7 +329,7 @@ class Scheduler:
         """Take a sequence's blocks; it recomputes prompt and output later and goes on where it was."""
         self._leave_line(sequence)
         sequence.move_to(SequenceStatus.WAITING)
-        self._release(sequence)
+        self._blocks.release(sequence)
         self._waiting.add(sequence)
         self.counters["preemptions"] += 1
         self.counters["preempted_tokens"] += sequence.num_computed_tokens
