@@ -36,6 +36,7 @@ from kv_transfer.hub import Hub
 from kv_transfer.line.receiving import ReceivingLine
 from kv_transfer.line.segment import MAX_SLOTS, share_segment, shared_segment
 from kv_transfer.line.sending import LineLost, SendingLine, ShmChannel
+from kv_transfer.stream.readiness import readable
 from kv_transfer.transport import FrameSink
 from twinpool.core.errors import ConfigError, TransferError, TransferTimeout
 from twinpool.core.ticket import Endpoint
@@ -126,7 +127,7 @@ class ShmTransport:
                     await _connect(end, _socket_name(address))
                     if not _is_of_this_user(end):
                         raise TransferError(f"{address} belongs to another user")
-                    await _readable(end)
+                    await readable(end)
                     segment = shared_segment(end)
             except TimeoutError:
                 raise TransferTimeout(f"{address} does not answer") from None
@@ -195,16 +196,6 @@ async def _connect(end: socket.socket, name: str) -> None:
             await asyncio.sleep(_RETRY_S)
         else:
             return
-
-
-async def _readable(end: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    readable = asyncio.Event()
-    loop.add_reader(end, readable.set)
-    try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(end)
 
 
 def _is_of_this_user(end: socket.socket) -> bool:
