@@ -71,7 +71,9 @@ class TorchRunner:
             for item, part, span in zip(items, plan.items, computed.batch.spans, strict=True):
                 result = next(sampled) if item.samples else ItemResult()
                 logprobs = self._prompt_logprobs(item, computed, part, span)
-                results.append(result if result.error else replace(result, prompt_logprobs=logprobs))
+                if logprobs and result.error is None:
+                    result = replace(result, prompt_logprobs=logprobs)
+                results.append(result)
         return results
 
     def _sample(self, items: Sequence[BatchItem], computed: Computed) -> tuple[ItemResult, ...]:
