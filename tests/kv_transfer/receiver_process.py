@@ -40,6 +40,10 @@ class ReceiverProcess:
     def address(self) -> str:
         return self.tickets[0].ranks[0][0].address
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     async def next_line(self) -> str:
         """Return what became of the next transfer."""
         return await _next_line(self._process)
