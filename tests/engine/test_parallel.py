@@ -13,8 +13,12 @@ import torch
 from tests.checkpoints_toy import FAMILIES, make_checkpoint
 from tests.engine.ranks import PROMPT, led
 from tests.engine.runs import Bench, Sequenced, bench
+from tests.toys import request
+from twinpool.core.clock import ManualClock
 from twinpool.core.errors import ConfigError
 from twinpool.core.request import TokenLogprob
+from twinpool.engine.config import EngineConfig
+from twinpool.engine.engine import Engine, EngineLimits
 from twinpool.engine.load import load_model
 from twinpool.engine.parallel import SingleRank
 from twinpool.engine.plan import BatchPlan
@@ -213,10 +217,8 @@ def test_a_worker_may_idle_for_longer_than_a_step_may_take(tmp_path: Path) -> No
     folder = make_checkpoint(tmp_path, "llama")
     expected = bench(folder).generate(PROMPT, max_tokens=3)
 
-    with led(folder, size=2, step_timeout_s=1.0) as worker:
-        time.sleep(2.5)
-        assert worker.bench.generate(PROMPT, max_tokens=3) == expected
-        time.sleep(1.5)
+    with led(folder, size=2, step_timeout_s=3.0) as worker:
+        time.sleep(3.5)
         assert worker.bench.generate(PROMPT, max_tokens=3) == expected
         assert worker.ended()[0].error == ""
 
@@ -273,6 +275,42 @@ def test_a_sequence_whose_numbers_break_fails_alone_on_all_ranks(tmp_path: Path)
         made.finish([good], chunk=1)
         assert good.output_ids == expected
         assert worker.ended()[0].error == ""
+
+
+def test_an_engine_shares_prefixes_and_preempts_as_on_one_rank(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen2")
+    expected, _, _ = run_engine(bench(folder, num_blocks=64), num_blocks=64)
+
+    with led(folder, size=2, num_blocks=12) as worker:
+        given, num_preemptions, num_cached_tokens = run_engine(worker.bench, num_blocks=12)
+        assert worker.ended()[0].error == ""
+
+    assert given == expected
+    assert num_preemptions > 0
+    assert num_cached_tokens >= 4 * 48
+
+
+def run_engine(made: Bench, *, num_blocks: int) -> tuple[list[list[int]], int, int]:
+    """Let an engine answer prompts that begin alike; return answers, preemptions, and tokens found."""
+    spec = made.loaded.spec
+    limits = EngineLimits(
+        num_blocks=num_blocks,
+        max_model_tokens=spec.max_model_tokens,
+        vocab_size=spec.vocab_size,
+    )
+    engine = Engine(made.runner, config=EngineConfig(block_tokens=16), limits=limits, clock=ManualClock())
+    prompts = [PROMPT[:48] + [n] * (3 + n) for n in range(5)]
+    answers: dict[str, list[int]] = {str(n): [] for n in range(5)}
+    for n, prompt_ids in enumerate(prompts):
+        engine.submit(request(tuple(prompt_ids), request_id=str(n), max_tokens=30))
+        if n == 0:
+            engine.step()  # the others find what this one computed
+    num_cached_tokens = 0
+    while engine.has_work:
+        for sequence, output in engine.step().outputs:
+            answers[sequence.request.request_id].append(output.token_id)
+            num_cached_tokens += output.cached_tokens
+    return list(answers.values()), engine.counters["preemptions"], num_cached_tokens
 
 
 def test_a_cache_of_another_rank_is_our_own_bug(tmp_path: Path) -> None:

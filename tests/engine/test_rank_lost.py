@@ -59,7 +59,7 @@ def test_a_rank_killed_in_mid_step_ends_all_others_at_once(folder: Path, layer: 
 
 def test_a_frozen_rank_ends_all_others_after_the_deadline_of_a_step(folder: Path) -> None:
     with (
-        led(folder, size=4, step_timeout_s=2.0, rank_3={"hangs_in_layer": 1}) as worker,
+        led(folder, size=4, step_timeout_s=4.0, rank_3={"hangs_in_layer": 1}) as worker,
         ThreadPoolExecutor(1) as pool,
     ):
         failing = pool.submit(fails_with, worker)

@@ -32,10 +32,10 @@ def everywhere(*actions: Callable[[], T]) -> list[T]:
 
 
 @contextmanager
-def grouped(size: int) -> Iterator[list[RankGroup]]:
+def grouped(size: int, *, host: str = "127.0.0.1") -> Iterator[list[RankGroup]]:
     """Give all ranks of a group, in one process."""
     config = GroupConfig(size=size, secret=SECRET, step_timeout_s=ANSWER_S, start_timeout_s=ANSWER_S)
-    listener = listen("127.0.0.1")
+    listener = listen(host)
     address = address_of(listener)
     groups = everywhere(
         lambda: lead_group(listener, config),
@@ -94,14 +94,15 @@ def test_two_groups_in_the_same_processes_do_not_mix() -> None:
     assert [one.item() for one in sums] == [2.0, 2.0, 20.0, 20.0]
 
 
-def test_no_port_of_a_group_is_open_to_another_machine_and_strangers_do_no_harm_at_those_that_are() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_no_port_of_a_group_is_open_to_others_and_strangers_do_no_harm_at_those_that_are(host: str) -> None:
     before = listening()
-    with grouped(2) as groups:
+    with grouped(2, host=host) as groups:
         ports = listening() - before
         assert ports  # gloo's own
-        assert {host for host, _ in ports} == {"127.0.0.1"}
+        assert {at for at, _ in ports} == {host}
 
-        for host, port in ports:
+        for _, port in ports:
             for words in (b"", b"\x00", os.urandom(4096), bytes(65536), b"GET / HTTP/1.1\r\n\r\n"):
                 with socket.create_connection((host, port)) as stranger:
                     stranger.sendall(words)
