@@ -49,6 +49,8 @@ async def _feed(sink: FrameSink, hello: Hello, messages: Messages, grant: Grant)
     try:
         async with aclosing(messages):
             async for frames in messages:
+                if not frames:
+                    sink.alive(hello)
                 for frame in frames:
                     if not _is_of(frame, hello):
                         raise TransferDamaged(f"a frame of {frame.transfer_id} came on {hello.transfer_id}")

@@ -26,6 +26,8 @@ from twinpool.core.layout import wire_bytes
 from twinpool.core.ports import KVRange, KVStore
 from twinpool.core.ticket import KVTicket
 
+_SIGNS_PER_LEASE = 4
+
 
 class PartEnd(Enum):
     """How a part ended for its sender."""
@@ -81,6 +83,7 @@ class OutgoingPart:
         self._written = [ticket.cached_tokens] * store.layout.num_layers
         self._sent = list(self._written)
         self._more = asyncio.Event()
+        self._spoke_s = clock.now_s()
         self._on_device = False
         self._token_bytes = wire_bytes(
             hello.wire, num_tokens=1, num_heads=hello.num_heads, head_dim=store.layout.head_dim
@@ -93,6 +96,8 @@ class OutgoingPart:
     def written(self, layer: int, num_tokens: int, blocks: Sequence[int]) -> None:
         """Say that tokens ``[0, num_tokens)`` of ``layer`` are in the store.
 
+        Any call tells that the prompt makes progress, which keeps the receiver's lease up.
+
         Args:
             layer: Index from 0.
             num_tokens: Never goes down; tokens beyond the ticket's are not sent.
@@ -102,7 +107,7 @@ class OutgoingPart:
         if num_tokens > self._written[layer]:
             self._written[layer] = num_tokens
             self._blocks = blocks
-            self._more.set()
+        self._more.set()
 
     async def wait(self) -> None:
         """Return when the receiver confirmed that it has everything.
@@ -144,11 +149,13 @@ class OutgoingPart:
         while min(self._sent) < self._ticket.num_tokens:
             self._more.clear()
             frames = self._next_frames()
-            if frames:
+            # What is computed and not to be sent yet is a sign of life, and an empty message says so.
+            if frames or self._clock.now_s() >= self._spoke_s + lease_s / _SIGNS_PER_LEASE:
                 await self._within(lease_s, channel.send(frames), "the receiver takes nothing")
+                self._spoke_s = self._clock.now_s()
                 self.num_frames += len(frames)
                 self.num_bytes += sum(frame.payload.nbytes for frame in frames)
-            else:
+            if not frames:
                 await self._within(self._left_s(), self._more.wait(), "the KV was not computed in time")
         await self._within(lease_s, channel.finish(), "the receiver confirms nothing")
 
@@ -185,7 +192,7 @@ class OutgoingPart:
             num_tokens=num_tokens,
             heads=hello.heads,
         )
-        frame = Frame(
+        return Frame(
             transfer_id=hello.transfer_id,
             epoch=hello.epoch,
             first_head=hello.first_head,
@@ -193,10 +200,9 @@ class OutgoingPart:
             layer=layer,
             first_token=first_token,
             num_tokens=num_tokens,
-            checksum=0,
+            checksum=None if self._config.checksum else 0,
             payload=self._store.payload(part, wire=hello.wire, on_device=self._on_device),
         )
-        return frame.sealed() if self._config.checksum else frame
 
     async def _within(self, limit_s: float, step: Awaitable[object], problem: str) -> None:
         try:

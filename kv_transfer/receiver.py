@@ -44,6 +44,9 @@ class ReceiverCounters:
     frames: int = 0  # accepted
     bytes: int = 0  # payload of the accepted frames
     duplicates: int = 0  # frames that brought nothing new; not written again
+    signs_of_life: int = (
+        0  # messages without frames: the prompt is computed, and there is nothing to send yet
+    )
     checksum_failures: int = 0
     malformed_frames: int = 0  # frames that do not fit the transfer they name
     late_frames: int = 0  # frames for a transfer that has ended here
@@ -186,6 +189,13 @@ class KVReceiver:
         await incoming.until(lambda: part.is_whole or incoming.error is not None)
         if not part.is_whole and incoming.error is not None:
             raise _fresh(incoming.error)
+
+    def alive(self, hello: Hello) -> None:
+        """Renew the lease: the sender goes on; see ``FrameSink.alive``."""
+        incoming = self._find(hello.transfer_id, hello.epoch)
+        if incoming is not None and incoming.is_pending:
+            self.counters.signs_of_life += 1
+            incoming.progress_s = self._clock.now_s()
 
     def broken(self, hello: Hello, error: TransferError) -> None:
         """Note that the sender of a part will send no more; see ``FrameSink.broken``.

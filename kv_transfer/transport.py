@@ -44,6 +44,10 @@ class FrameSink(Protocol):
         """
         ...
 
+    def alive(self, hello: Hello) -> None:
+        """Note that the sender of an admitted part goes on, although it has nothing to send yet."""
+        ...
+
     async def wait_part(self, hello: Hello) -> None:
         """Return when the part is whole; raise the TransferError that ended its transfer otherwise."""
         ...
@@ -58,6 +62,8 @@ class Channel(Protocol):
 
     async def send(self, frames: Sequence[Frame]) -> None:
         """Hand over the frames of one message; waits until the receiver grants room for them.
+
+        A message without frames is a sign of life.
 
         The channel may read the payloads until it has ended or ``abort`` has returned; nobody changes them
         before that.

@@ -509,6 +509,9 @@ class CountingSink:
         self.accepted_bytes += frame.payload.nbytes
         self._receiver.accept(frame)
 
+    def alive(self, hello: Hello) -> None:
+        self._receiver.alive(hello)
+
     async def wait_part(self, hello: Hello) -> None:
         await self._receiver.wait_part(hello)
 
@@ -639,6 +642,26 @@ def test_layouts_that_differ_are_refused_by_name(name: str) -> None:
             ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
             with pytest.raises(LayoutMismatch, match="head_dim: prefill stores 4, decode stores 8"):
                 await prefill.sending.begin(ticket, timeout_s=PATIENCE_S)
+
+    run(scenario())
+
+
+def test_a_message_without_frames_renews_the_lease(name: str) -> None:
+    async def scenario() -> None:
+        clock = ManualClock()
+        async with two_workers(name, TransferConfig(), clock=clock) as (prefill, decode):
+            ticket = await expect(decode, blocks=TARGET, num_tokens=TOKENS)
+            channel = await open_channel(prefill, ticket)
+            for number in range(1, 4):
+                clock.advance(0.8 * ticket.lease_s)
+                await channel.send([])
+                await eventually(lambda number=number: decode.receiver.counters.signs_of_life == number)
+                decode.receiver.sweep()
+
+            await channel.send(frames_of(prefill.store, ticket, SOURCE, frame_tokens=16))
+            await channel.finish()
+            await channel.abort()
+            assert_equal(prefill, decode)
 
     run(scenario())
 

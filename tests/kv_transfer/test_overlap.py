@@ -18,7 +18,7 @@ from tests.kv_transfer.numpy_store import NumpyStore
 from tests.kv_transfer.workers import SECRET, SENDER_ID, expect, start_worker
 from tests.toys import layout
 from tests.virtual_time import LoopClock, run_in_virtual_time
-from twinpool.core.errors import ConfigError
+from twinpool.core.errors import ConfigError, TransferTimeout
 
 LAYERS = 8
 LAYOUT = layout(num_layers=LAYERS, num_kv_heads=2, head_dim=64, block_tokens=16)
@@ -88,6 +88,52 @@ def test_latency_is_paid_once_each_way_however_many_messages_there_are() -> None
 
     # Being admitted is hidden behind the prefill; the way there and the confirmation's way back are not.
     assert run_in_virtual_time(difference_s()) == pytest.approx(2 * 0.05, abs=GRID)
+
+
+def test_a_prompt_whose_cached_part_takes_longer_than_the_lease_keeps_its_room() -> None:
+    """The decode worker holds nearly all of it and the prefill worker nothing: little is sent, and late."""
+
+    async def scenario() -> int:
+        hub, clock = Hub(), LoopClock()
+        decode = await start_worker("loopback", STREAMED, hub=hub, layout=LAYOUT, clock=clock)
+        sweeping = asyncio.create_task(decode.receiving.run())
+        prefill = await start_worker(
+            "loopback", STREAMED, hub=hub, layout=LAYOUT, clock=clock, worker_id=SENDER_ID
+        )
+        ticket = await expect(decode, blocks=BLOCKS, num_tokens=TOKENS, cached_tokens=TOKENS - 16)
+        transfer = await prefill.sending.begin(ticket, timeout_s=1e6)
+        for num_tokens in range(16, TOKENS + 1, 16):
+            for layer in range(LAYERS):
+                await asyncio.sleep(ticket.lease_s / 20)
+                transfer.written(layer, num_tokens, BLOCKS)
+        await transfer.wait()
+        sweeping.cancel()
+        await prefill.close()
+        await decode.close()
+        return decode.receiver.counters.signs_of_life
+
+    # 32 chunks of 8 layers take 12.8 leases, and a sign is given in each quarter of one.
+    assert run_in_virtual_time(scenario()) == pytest.approx(12.8 * 4, abs=13)
+
+
+def test_a_prompt_that_is_not_computed_at_all_loses_its_room_with_the_lease() -> None:
+    async def scenario() -> int:
+        hub, clock = Hub(), LoopClock()
+        decode = await start_worker("loopback", STREAMED, hub=hub, layout=LAYOUT, clock=clock)
+        sweeping = asyncio.create_task(decode.receiving.run())
+        prefill = await start_worker(
+            "loopback", STREAMED, hub=hub, layout=LAYOUT, clock=clock, worker_id=SENDER_ID
+        )
+        ticket = await expect(decode, blocks=BLOCKS, num_tokens=TOKENS)
+        transfer = await prefill.sending.begin(ticket, timeout_s=1e6)
+        with pytest.raises(TransferTimeout, match="no progress for 30 s"):
+            await transfer.wait()
+        sweeping.cancel()
+        await prefill.close()
+        await decode.close()
+        return decode.receiver.counters.expired
+
+    assert run_in_virtual_time(scenario()) == 1
 
 
 def test_two_transfers_share_the_link() -> None:
