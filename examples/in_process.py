@@ -26,10 +26,9 @@ from twinpool.text.tokenizer import Tokenizer
 async def run(folder: Path, prompt: str) -> None:
     """Print the greedy answer to ``prompt`` and the way it took."""
     clock, config, model, hub = SystemClock(), RouterConfig(), load_model(folder), Hub()
-    workers = {str(role): LocalWorker(model, role, hub) for role in (Role.PREFILL, Role.DECODE)}
+    roles = (Role.PREFILL, Role.DECODE)
+    workers = {str(role): await LocalWorker.start(model, role, hub) for role in roles}
     pool = WorkerPool(config, clock=clock, connect=lambda info: workers[info.worker_id].ports)
-    for worker in workers.values():
-        await worker.start()
     stays = [asyncio.create_task(worker.join(pool)) for worker in workers.values()]
     router, tokenizer = Router(config, pool=pool, clock=clock), Tokenizer.load(folder)
     request = Request(
