@@ -1,0 +1,190 @@
+"""Where the pairs of a rank meet their peers: a port, or a socket that only this machine has."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+import struct
+import uuid
+from collections.abc import Awaitable, Callable
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+from kv_transfer.config import TransferConfig
+from kv_transfer.pair.control import Control
+from twinpool.core.errors import ConfigError, TransferError, Untrusted
+from twinpool.core.tls import Party, TLSFiles, check_peer, names_in
+
+_BACKLOG = 128
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
+_SILENT_HOST_S = 15  # a machine that vanished without a word is noticed by then
+
+Connected = Callable[[Control], Awaitable[None]]
+
+
+class Door(Protocol):
+    """Takes connections and makes them.
+
+    Attributes:
+        address: What peers connect to.
+    """
+
+    address: str
+
+    async def listen(self, connected: Connected) -> None:
+        """Hand every peer that connects, and is trusted, to ``connected``."""
+        ...
+
+    def reaches(self, address: str) -> bool:
+        """Return whether a peer's address is one that can be connected to."""
+        ...
+
+    async def connect(self, address: str) -> Control:
+        """Meet a peer.
+
+        Raises:
+            TransferError: Nobody is there, or a stranger.
+        """
+        ...
+
+    def close(self) -> None:
+        """Take no more connections.  Idempotent."""
+        ...
+
+
+class TcpDoor:
+    """A port of its own.
+
+    Args:
+        config: Where to listen.
+        tls: Of this process; None where peers speak in clear.
+
+    Raises:
+        ConfigError: The address is taken or cannot be bound.
+    """
+
+    def __init__(self, config: TransferConfig, tls: TLSFiles | None) -> None:
+        listen = config.listen or "127.0.0.1:0"
+        host, _, port = listen.rpartition(":")
+        if not config.advertise_host and host.strip("[]") in ("", "0.0.0.0", "::"):
+            raise ConfigError("transfer.advertise_host", f"needed, since no peer can connect to {listen}")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._socket = socket.create_server(
+                (host.strip("[]"), int(port)), family=family, backlog=_BACKLOG
+            )
+        except (OSError, ValueError, OverflowError) as error:
+            raise ConfigError("transfer.listen", f"{listen} cannot be bound: {error}") from error
+        self.address = f"{config.advertise_host or host}:{self._socket.getsockname()[1]}"
+        self._server_tls = None if tls is None else tls.server_context()
+        self._client_tls = None if tls is None else tls.client_context()
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, connected: Connected) -> None:
+        async def check(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            tls = writer.get_extra_info("ssl_object")
+            try:
+                if tls is not None:
+                    check_peer(names_in(tls.getpeercert()), Party.WORKER)
+            except Untrusted:
+                writer.transport.abort()
+                return
+            _tune(writer)
+            await connected(Control(reader, writer))
+
+        self._server = await asyncio.start_server(check, sock=self._socket, ssl=self._server_tls)
+
+    def reaches(self, address: str) -> bool:
+        return True
+
+    async def connect(self, address: str) -> Control:
+        host, _, port = address.rpartition(":")
+        name = None if self._client_tls is None else Party.WORKER.dns_name
+        try:
+            reader, writer = await asyncio.open_connection(
+                host.strip("[]"), int(port), ssl=self._client_tls, server_hostname=name
+            )
+        except (OSError, ValueError, OverflowError, ssl.SSLError) as error:
+            raise TransferError(f"{address}: {error}") from None
+        _tune(writer)
+        return Control(reader, writer)
+
+    def close(self) -> None:
+        _close(self._server, self._socket)
+
+
+class LocalDoor:
+    """A Unix socket without a file; only processes of the same user, in the same namespaces, get through.
+
+    Its address names the machine, so that a peer elsewhere knows that there is no way.
+    """
+
+    def __init__(self) -> None:
+        name = f"twinpool-{uuid.uuid4().hex}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(f"\0{name}")
+        self.address = f"{this_machine()}/{name}"
+        self._server: asyncio.Server | None = None
+
+    async def listen(self, connected: Connected) -> None:
+        async def check(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if _is_own_user(writer):
+                await connected(Control(reader, writer))
+            else:
+                writer.transport.abort()
+
+        self._server = await asyncio.start_unix_server(check, sock=self._socket, backlog=_BACKLOG)
+
+    def reaches(self, address: str) -> bool:
+        return address.partition("/")[0] == this_machine()
+
+    async def connect(self, address: str) -> Control:
+        try:
+            reader, writer = await asyncio.open_unix_connection(f"\0{address.partition('/')[2]}")
+        except OSError as error:
+            raise TransferError(f"{address}: {error}") from None
+        if not _is_own_user(writer):
+            writer.transport.abort()
+            raise TransferError(f"{address}: another user listens there")
+        return Control(reader, writer)
+
+    def close(self) -> None:
+        _close(self._server, self._socket)
+
+
+@cache
+def this_machine() -> str:
+    """Name this boot of this machine, and the namespaces that processes must share to share GPU memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
+    spaces = (os.stat(f"/proc/self/ns/{name}").st_ino for name in ("ipc", "net", "pid"))  # noqa: PTH116
+    return ".".join((boot, *map(str, spaces)))
+
+
+def _is_own_user(writer: asyncio.StreamWriter) -> bool:
+    peer = writer.get_extra_info("socket")
+    data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(data)[1] == os.geteuid())
+
+
+def _tune(writer: asyncio.StreamWriter) -> None:
+    """Let small messages go at once, and a machine that vanished be noticed."""
+    peer = writer.get_extra_info("socket")
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", _SILENT_HOST_S // 3),
+        ("TCP_KEEPINTVL", _SILENT_HOST_S // 3),
+        ("TCP_KEEPCNT", 2),
+        ("TCP_USER_TIMEOUT", _SILENT_HOST_S * 1000),
+    ):
+        if hasattr(socket, option):
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _close(server: asyncio.Server | None, listening: socket.socket) -> None:
+    if server is not None:
+        server.close()
+    listening.close()
