@@ -80,9 +80,7 @@ class TorchRankGroup:
             self._break()
             if isinstance(error, RankLost):
                 raise
-            raise RankLost(
-                f"the step failed on rank {self._rank}: {error or type(error).__name__}"
-            ) from error
+            raise RankLost(f"the step failed on rank {self._rank}: {_reason(error)}") from error
 
     def send_plan(self, plan: bytes) -> None:
         assert plan != _END
