@@ -26,6 +26,7 @@ _PACKAGES = (
     "torch",
     "ray",
     "grpcio",
+    "cryptography",
     "numpy",
     "safetensors",
     "tokenizers",
