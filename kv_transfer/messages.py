@@ -63,6 +63,17 @@ def hello_from_bytes(data: bytes) -> Hello:
     )
 
 
+def copied(frames: Sequence[Frame], target: memoryview) -> list[Frame]:
+    """Return frames with their payloads copied to ``target``, one after the other."""
+    copies = []
+    start = 0
+    for frame in frames:
+        end = start + frame.payload.nbytes
+        copies.append(frame.copied(target[start:end]))
+        start = end
+    return copies
+
+
 def frame_headers(frames: Sequence[Frame]) -> bytes:
     """Return what a message says of its frames."""
     return kv_pb2.PushHeader(
@@ -71,7 +82,7 @@ def frame_headers(frames: Sequence[Frame]) -> bytes:
                 layer=frame.layer,
                 first_token=frame.first_token,
                 num_tokens=frame.num_tokens,
-                checksum=frame.checksum,
+                checksum=frame.seal(),
                 payload_bytes=frame.payload.nbytes,
             )
             for frame in frames

@@ -11,7 +11,6 @@ import fcntl
 import mmap
 import os
 import socket
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -40,16 +39,6 @@ class Segment:
         if rest or not 0 < self.num_slots <= MAX_SLOTS:
             raise ValueError(f"memory of {size} bytes")
         self._bytes = np.frombuffer(mmap.mmap(file, size), np.uint8)
-
-    def put(self, slot: int, views: Iterable[memoryview]) -> None:
-        """Copy ``views`` into a slot, one after the other; they must fit."""
-        start = slot * SLOT_BYTES
-        limit = start + SLOT_BYTES
-        for view in views:
-            end = start + view.nbytes
-            assert end <= limit, "a message is no larger than a slot"
-            self._bytes[start:end] = np.frombuffer(view, np.uint8)
-            start = end
 
     def view(self, slot: int, num_bytes: int) -> memoryview:
         """Return the first bytes of a slot; not a copy."""

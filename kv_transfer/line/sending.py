@@ -11,7 +11,7 @@ from kv_transfer.frame import Frame
 from kv_transfer.hello import Hello
 from kv_transfer.line.segment import SLOT_BYTES, Segment
 from kv_transfer.line.words import What, Word, WordProtocol
-from kv_transfer.messages import frame_headers, hello_to_bytes, read_reply
+from kv_transfer.messages import copied, frame_headers, hello_to_bytes, read_reply
 from twinpool.core.errors import TransferDamaged, TransferError
 
 _IDLE_S = 60.0  # a line that was unused for so long is closed
@@ -71,9 +71,9 @@ class SendingLine(WordProtocol):
         slot = self._free.pop() if self._free else await self._next_free(channel)
         if slot is None:
             return
-        self._segment.put(slot, (view for frame in frames for view in frame.payload.views()))
+        header = frame_headers(copied(frames, self._segment.view(slot, size)))
         self._lent.add(slot)
-        self.say(Word(What.MESSAGE, channel.number, slot, size, frame_headers(frames)))
+        self.say(Word(What.MESSAGE, channel.number, slot, size, header))
 
     def on_word(self, word: Word) -> None:
         channel = self._channels.get(word.channel)  # None: the sender gave up in the meantime

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.credit import Credit
@@ -81,7 +82,7 @@ class _LoopbackChannel:
         if self._intake.done():
             await self.ended()
         else:
-            self._messages.put_nowait(frames)
+            self._messages.put_nowait([replace(frame, checksum=frame.seal()) for frame in frames])
 
     async def finish(self) -> None:
         self._messages.put_nowait(None)

@@ -78,7 +78,6 @@ class TcpTransport:
         return True
 
     async def start(self, sink: FrameSink) -> None:
-        self._listener.listen()
         self._accepting = asyncio.create_task(self._accept(sink), name="tcp")
 
     async def open(self, peer: Endpoint, hello: Hello, *, timeout_s: float) -> TcpChannel:
@@ -216,6 +215,7 @@ def _listener(address: str) -> socket.socket:
             listener.setblocking(False)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a worker may start again at once
             listener.bind(place)
+            listener.listen()  # until then a second worker could bind it as well
             stack.pop_all()
     except (OSError, ValueError) as error:
         raise ConfigError("transfer.listen", f"{address} cannot be bound: {error}") from error

@@ -71,7 +71,11 @@ def test_any_range_of_any_blocks_reads_as_token_by_token(block_tokens: int) -> N
         count = rng.randint(1, len(blocks) * block_tokens - first)
 
         payload = kv_bytes(cache, layer=1, blocks=blocks, first_token=first, num_tokens=count)
+        part = KVRange(layer=1, blocks=blocks, first_token=first, num_tokens=count, heads=cache.heads)
+        copy = bytearray(len(payload))
+        cache.payload(part, wire=cache.layout.dtype).copy_into(memoryview(copy))
 
+        assert copy == payload
         assert len(payload) == count * cache.layout.layer_token_bytes
         assert payload == expected(cache, layer=1, blocks=blocks, first_token=first, num_tokens=count)
 
@@ -227,7 +231,7 @@ def test_tokens_are_stored_in_their_slots() -> None:
         {"first_token": 30, "num_tokens": 3},
         {"num_tokens": 0},
         {"num_tokens": 33},
-        {"blocks": [0, NUM_BLOCKS]},
+        {"blocks": [NUM_BLOCKS, 0]},
         {"blocks": [-1, 0]},
     ],
 )

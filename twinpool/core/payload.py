@@ -24,6 +24,12 @@ class HostPayload:
     def views(self) -> tuple[memoryview, ...]:
         return self._views
 
+    def copy_into(self, target: memoryview) -> None:
+        start = 0
+        for view in self._views:
+            target[start : start + view.nbytes] = view
+            start += view.nbytes
+
     def tensor(self) -> None:
         return None
 
@@ -52,6 +58,9 @@ class DevicePayload:
 
     def views(self) -> tuple[memoryview, ...]:
         return (self._data.cpu().numpy().data,)
+
+    def copy_into(self, target: memoryview) -> None:
+        target[:] = self.views()[0]
 
     def tensor(self) -> Any:
         return self._data

@@ -163,6 +163,10 @@ class KVPayload(Protocol):
         """Return the bytes as buffers in host memory, in order."""
         ...
 
+    def copy_into(self, target: memoryview) -> None:
+        """Copy the bytes to ``target``, which has just their size."""
+        ...
+
     def tensor(self) -> Any | None:
         """Return the bytes as one uint8 tensor on their device; None if they are in host memory."""
         ...

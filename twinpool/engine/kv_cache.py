@@ -8,17 +8,16 @@ Shapes: N blocks, C tokens per block, S = N x C slots, T tokens, K KV heads of t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from twinpool.core.layout import KVLayout, wire_bytes
 from twinpool.core.payload import DevicePayload, HostPayload
 from twinpool.core.ports import KVPayload, KVRange
+from twinpool.engine.block_bytes import BlockPayload, Bytes, blocks_of, runs, scatter, scatter_columns
 from twinpool.engine.wire_format import decode, encode
 
 
@@ -50,9 +49,10 @@ class KVCache:
         shape = (2, num_blocks * layout.block_tokens, len(self.heads), layout.head_dim)
         self._layers = [_zeros(shape, self._dtype, self._device) for _ in range(layout.num_layers)]
         self._slots = [(layer[0], layer[1]) for layer in self._layers]
-        self._bytes: list[npt.NDArray[np.uint8]] = []  # [2, S, K, bytes of D], of a cache on a CPU
+        self._bytes: list[Bytes] = []  # [2, N, C, bytes of K x D], of a cache on a CPU
         if self._is_cpu:
-            self._bytes = [layer.view(torch.uint8).numpy() for layer in self._layers]
+            rows = (2, num_blocks, layout.block_tokens, -1)
+            self._bytes = [layer.view(torch.uint8).numpy().reshape(rows) for layer in self._layers]
 
     def slots(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of one layer as slots, [S, K, D] each; views, not copies."""
@@ -70,16 +70,10 @@ class KVCache:
         On a CPU, whole tokens in the cache's own dtype are views of the cache: nothing is copied.
         """
         self._check(part)
-        runs = self._runs(part)
         if self._is_own(wire) and self._is_cpu and part.heads == self.heads:
-            views = [
-                self._bytes[part.layer][side, slot : slot + end - start]
-                for side in (0, 1)
-                for start, end, slot in runs
-            ]
-            return HostPayload(memoryview(view).cast("B") for view in views)
+            return BlockPayload(self._bytes[part.layer], part)
         heads = self._own_heads(part)
-        values = self._layers[part.layer][:, :, heads].index_select(1, self._device_slots(runs, part))
+        values = self._layers[part.layer][:, :, heads].index_select(1, self._device_slots(part))
         data = encode(values, wire)
         if self._is_cpu:
             return HostPayload([data.numpy().data])
@@ -95,13 +89,15 @@ class KVCache:
         num_heads, head_dim = len(part.heads), self.layout.head_dim
         needed = wire_bytes(wire, num_tokens=part.num_tokens, num_heads=num_heads, head_dim=head_dim)
         assert payload.nbytes == needed, f"{payload.nbytes} bytes came, needed are {needed}"
-        runs = self._runs(part)
         heads = self._own_heads(part)
         if self._is_cpu and self._is_own(wire):
-            source = np.frombuffer(_joined(payload), np.uint8).reshape(2, part.num_tokens, num_heads, -1)
-            target = self._bytes[part.layer]
-            for start, end, slot in runs:
-                target[:, slot : slot + end - start, heads] = source[:, start:end]
+            data = np.frombuffer(_joined(payload), np.uint8)
+            if part.heads == self.heads:
+                scatter(self._bytes[part.layer], part, data)
+            else:
+                head_bytes = self.layout.head_dim * self._dtype.itemsize
+                columns = slice(heads.start * head_bytes, heads.stop * head_bytes)
+                scatter_columns(self._bytes[part.layer], part, data, columns)
             return
         values = decode(
             self._on_device(payload),
@@ -109,7 +105,7 @@ class KVCache:
             shape=(2, part.num_tokens, num_heads, head_dim),
             dtype=self._dtype,
         )
-        self._layers[part.layer][:, :, heads].index_copy_(1, self._device_slots(runs, part), values)
+        self._layers[part.layer][:, :, heads].index_copy_(1, self._device_slots(part), values)
 
     def _is_own(self, wire: str) -> bool:
         return wire == self.layout.dtype
@@ -138,34 +134,15 @@ class KVCache:
         assert part.first_token >= 0 and part.num_tokens > 0 and end <= held, (
             f"tokens {part.first_token} to {end} of blocks that hold {held}"
         )
-        blocks = part.blocks
+        blocks = blocks_of(part, self.layout.block_tokens)
         assert min(blocks) >= 0 and max(blocks) < self.num_blocks, f"blocks {min(blocks)} to {max(blocks)}"
         assert part.heads and part.heads[0] in self.heads and part.heads[-1] in self.heads, (
             f"heads {part.heads} of a rank that keeps {self.heads}"
         )
 
-    def _runs(self, part: KVRange) -> list[tuple[int, int, int]]:
-        """Cut the range into neighbours in the cache: (from, to) of the range, and the slot they begin at."""
-        runs: list[tuple[int, int, int]] = []
-        for start, end, slot in self._block_parts(part):
-            if runs and runs[-1][2] + runs[-1][1] - runs[-1][0] == slot:
-                runs[-1] = (runs[-1][0], end, runs[-1][2])
-            else:
-                runs.append((start, end, slot))
-        return runs
-
-    def _block_parts(self, part: KVRange) -> Iterator[tuple[int, int, int]]:
-        block_tokens = self.layout.block_tokens
-        start = 0
-        while start < part.num_tokens:
-            index, offset = divmod(part.first_token + start, block_tokens)
-            end = min(part.num_tokens, start + block_tokens - offset)
-            yield start, end, part.blocks[index] * block_tokens + offset
-            start = end
-
-    def _device_slots(self, runs: Sequence[tuple[int, int, int]], part: KVRange) -> Tensor:
+    def _device_slots(self, part: KVRange) -> Tensor:
         slots = torch.empty(part.num_tokens, dtype=torch.int64)
-        for start, end, slot in runs:
+        for start, end, slot in runs(part, self.layout.block_tokens):
             slots[start:end] = torch.arange(slot, slot + end - start)
         return slots.to(self._device)
 
