@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_models(commands)
     _add_certs(commands)
     _add_doctor(commands)
+    _add_kv_bench(commands)
     return parser
 
 
@@ -160,6 +161,17 @@ def _add_doctor(commands: Commands) -> None:
     command.set_defaults(run=_doctor)
 
 
+def _add_kv_bench(commands: Commands) -> None:
+    command = commands.add_parser(
+        "kv-bench",
+        help="measure how fast KV moves, beside the bare link",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    options.add_kv_bench(command)
+    command.set_defaults(run=_kv_bench)
+
+
 def _serve(args: argparse.Namespace) -> int:
     from twinpool.cli import run
 
@@ -230,6 +242,12 @@ def _doctor(args: argparse.Namespace) -> int:
     from twinpool.cli import doctor
 
     return doctor.doctor(args)
+
+
+def _kv_bench(args: argparse.Namespace) -> int:
+    from twinpool.cli import kv_bench
+
+    return kv_bench.kv_bench(args)
 
 
 def _one_line(error: BaseException) -> str:

@@ -71,6 +71,40 @@ def add_certs(command: argparse.ArgumentParser) -> None:
     how.add_argument("--new-ca", action="store_true", help="replace the CA, the certificates and the secret")
 
 
+def add_kv_bench(command: argparse.ArgumentParser) -> None:
+    """Add the options of `kv-bench`; what is not given is not among the arguments."""
+    what = command.add_argument_group("what is moved")
+    size = what.add_mutually_exclusive_group()
+    size.add_argument("--bytes", metavar="SIZE", help="of KV, as in 256KiB; whole tokens (default: 64MiB)")
+    size.add_argument("--tokens", type=int, metavar="N", help="the same as a number of tokens")
+    kv = what.add_mutually_exclusive_group()
+    kv.add_argument("--layout", metavar="NAME", help="8b-bf16 (default) or smollm2-fp32, random numbers")
+    kv.add_argument("--model", metavar="MODEL", help="KV of a prompt that this model has read instead")
+    what.add_argument("--block-tokens", type=int, metavar="N", help="tokens per KV block (default: 16)")
+    what.add_argument("--neighbours", action="store_true", help="blocks in order, as in a cache never used")
+    what.add_argument("--compact", action="store_true", help="int8 on the wire")
+    what.add_argument("--tp", metavar="P:D", help="ranks of the two workers (default: 1:1)")
+    what.add_argument("--device", metavar="DEVICE", help="where the KV is: cpu (default) or cuda")
+    how = command.add_argument_group("how")
+    how.add_argument("--transports", metavar="A,B", help="in this order (default: all that work here)")
+    how.add_argument("--message-bytes", metavar="SIZE", help="of one message (default: 2MiB)")
+    how.add_argument("--repeat", type=int, metavar="N", help="medians of N (default: 7; 51 below 8 MiB)")
+    how.add_argument("--timeout", type=float, metavar="S", help="of one transfer (default: 60)")
+    link = command.add_argument_group("a link made slower than it is")
+    link.add_argument("--bandwidth", metavar="SIZE", help="bytes per second, as in 125MB")
+    link.add_argument("--latency", metavar="TIME", help="one way, as in 5ms")
+    link.add_argument("--loss", type=float, metavar="SHARE", help="of packets, as in 0.01")
+    link.add_argument("--seed", type=int, metavar="N", help="of losses, numbers and blocks (default: 0)")
+    peers = command.add_argument_group("two machines")
+    side = peers.add_mutually_exclusive_group()
+    side.add_argument("--listen", metavar="HOST[:PORT]", help="be the decode side, once, for who connects")
+    side.add_argument("--connect", metavar="HOST:PORT", help="be the prefill side, and measure")
+    peers.add_argument("--wait", metavar="S", type=float, help="for the other side to come (default: 600)")
+    command.add_argument("--json", metavar="FILE", help="write everything there; - is stdout, without tables")
+    _add_security(command)
+    command.set_defaults(set=[])
+
+
 def add_client(command: argparse.ArgumentParser) -> None:
     """Add the options of commands that talk to a running server."""
     command.add_argument("--url", default=None, help="of the server (TWINPOOL_URL; http://127.0.0.1:8000)")

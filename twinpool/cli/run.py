@@ -17,6 +17,7 @@ from twinpool.cli.options import settings
 from twinpool.cluster.config import DeploymentConfig, PoolsConfig, WorkerConfig
 from twinpool.core.config import bind, load_yaml, merge, to_yaml, unbind
 from twinpool.core.errors import ConfigError
+from twinpool.core.security import SecurityConfig
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _SPLIT, _COLOCATED = ("prefill", "decode"), "colocated"
@@ -109,6 +110,16 @@ def worker_config(args: argparse.Namespace) -> WorkerConfig:
     if config.host in ("0.0.0.0", "::"):
         raise ConfigError("--host", f"{config.host} is no address that the router and other workers reach")
     return config
+
+
+def worker_security(args: argparse.Namespace) -> SecurityConfig:
+    """Return what the options say of secret and certificates, for a process that is no worker of a router.
+
+    Raises:
+        ConfigError: They cannot work.
+    """
+    given = merge(_files_of(args, _WORKER_FILES), settings(args))
+    return bind(SecurityConfig, given.get("security", {}), "security")
 
 
 def say(text: str) -> None:

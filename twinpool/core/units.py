@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Sizes and times as people write them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,20 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def parse_seconds(text: str, *, field: str) -> float:
+    """Read a time as in ``5ms``, ``0.2s`` or ``80us``.
+
+    Raises:
+        ConfigError: It is none; ``field`` is blamed.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text, flags=re.ASCII)
+    if match is None or match[2] not in _SECONDS:
+        raise ConfigError(field, f"{text!r} is no time such as 5ms, 0.2s or 80us")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def parse_bytes(text: str, *, field: str = "--kv-memory") -> int:
