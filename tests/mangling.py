@@ -52,6 +52,7 @@ class ManglingTransport:
 
     def mangle(self, frames: Sequence[Frame], kind: str) -> list[Frame]:
         """Return the frames of one message after their way."""
+        frames = [replace(frame, checksum=frame.seal()) for frame in frames]  # whole before
         mangled, at = list(frames), self._rng.randrange(len(frames))
         other = self._rng.choice([i for i in range(len(frames)) if i != at]) if len(frames) > 1 else at
         frame = frames[at]
