@@ -120,6 +120,7 @@ async def _enter(call: Any, info: WorkerInfo, config: JoinConfig) -> float:
     """Say who we are, and return how often the router wants to hear from us, in seconds."""
     try:
         async with asyncio.timeout(config.answer_timeout_s):
+            await call.initial_metadata()  # of one that is refused, gRPC would forget why if we wrote now
             with suppress(asyncio.InvalidStateError):  # the call is over; the read says why
                 await call.write(registry_pb2.JoinMessage(info=codec.info_to_pb(info)))
             reply = await call.read()

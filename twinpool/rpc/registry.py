@@ -122,6 +122,7 @@ class _Registry(registry_pb2_grpc.RegistryServicer):
 
     async def Join(self, _messages: object, context: Context) -> None:
         async with one_call(context):
+            await context.send_initial_metadata(())  # tells the worker that it may speak
             info = await self._read_info(context)
             self._check_addresses(info)
             life = self._begin(info)
