@@ -70,7 +70,8 @@ async def start_ends(
     Args:
         store: The rank's KV pool.
         clock: Of leases and deadlines.
-        config: Where ``listen`` is ``HOST:PORT`` with a port above 0, the n-th transport listens on PORT + n.
+        config: Where ``listen`` is ``HOST:PORT`` with a port above 0, the n-th transport listens on PORT + n, and
+            those of the next rank on the ports behind them.
         identity: Of the rank.
         names: Of transports, best first.
         hub: Where workers of one process find each other.
@@ -82,7 +83,7 @@ async def start_ends(
     async with AsyncExitStack() as stack:
         transports = []
         for number, name in enumerate(names):
-            own = replace(config, listen=_nth(config.listen, number))
+            own = replace(config, listen=_nth(config.listen, identity.rank * len(names) + number))
             transport = load_transport(name, own, hub, identity.tls)
             stack.push_async_callback(transport.close)
             await transport.start(receiver)

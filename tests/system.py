@@ -202,12 +202,16 @@ async def _start(
     decode = DecodeService(loop, receiving)
     await decode.start()
     stack.push_async_callback(decode.close)
+
+    async def num_transfers() -> int:
+        return prefill.num_transfers + decode.num_transfers
+
     service = WorkerService(
         loop,
         worker_id=worker_id,
         role=role,
         num_tickets=lambda: decode.num_tickets,
-        num_transfers=lambda: prefill.num_transfers + decode.num_transfers,
+        num_transfers=num_transfers,
         counters=dict,
     )
     info = WorkerInfo(

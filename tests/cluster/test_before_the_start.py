@@ -43,7 +43,7 @@ def test_the_api_key_stays_in_the_server() -> None:
     spec = deployment_spec(config, folder=Path("/m"), name="toy", join="127.0.0.1:1")
 
     assert "geheim" not in json.dumps(unbind(spec))
-    assert (spec.worker.model, spec.worker.model_name, spec.worker.num_neighbours) == ("/m", "toy", 1)
+    assert (spec.worker.model, spec.worker.model_name) == ("/m", "toy")
 
 
 def test_workers_listen_on_loopback_unless_they_must_be_reached_from_elsewhere() -> None:

@@ -1,4 +1,4 @@
-"""WorkerProcess: what a child says is heard, and its end has a reason."""
+"""ChildProcess: what a child says is heard, and its end has a reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from twinpool.cluster.child import WorkerProcess, threads_of, worker_environment
+from twinpool.cluster.child import ChildProcess, child_environment, threads_of
 from twinpool.cluster.config import WorkerConfig
 from twinpool.cluster.pools import LifeState, Phase
 from twinpool.core.ports import Role
@@ -23,14 +23,18 @@ import json, sys
 def say(event, text=""):
     print(json.dumps({"event": event, "text": text}), flush=True)
 """
-Act = Callable[[WorkerProcess, LifeState], Awaitable[None]]
+Act = Callable[[ChildProcess, LifeState], Awaitable[None]]
+
+
+def child(*command: str) -> ChildProcess:
+    return ChildProcess("decode-0", CONFIG, command=command, threads=1)
 
 
 def follow(program: str, act: Act | None = None) -> list[LifeState]:
     """Run a child and return every state it was in; ``act`` is called with each."""
 
     async def run() -> list[LifeState]:
-        worker = WorkerProcess(CONFIG, command=(sys.executable, "-c", SAY + program))
+        worker = child(sys.executable, "-c", SAY + program)
         running = asyncio.create_task(worker.run())
         states: list[LifeState] = []
         async with asyncio.timeout(30):
@@ -90,9 +94,7 @@ def test_a_log_that_cannot_be_written_ends_no_worker(monkeypatch: pytest.MonkeyP
 
 def test_a_program_that_does_not_exist_is_an_end_with_a_reason() -> None:
     async def run() -> LifeState:
-        worker = WorkerProcess(CONFIG, command=("/no/such/program",))
-        await worker.run()
-        return await worker.next_state(None)
+        return await child("/no/such/program").run()
 
     assert "cannot be started" in asyncio.run(run()).detail
 
@@ -100,7 +102,7 @@ def test_a_program_that_does_not_exist_is_an_end_with_a_reason() -> None:
 def test_stopping_lets_it_drain() -> None:
     tasks = []
 
-    async def stop_once_joined(worker: WorkerProcess, state: LifeState) -> None:
+    async def stop_once_joined(worker: ChildProcess, state: LifeState) -> None:
         if state.phase is Phase.RUNNING:
             tasks.append(asyncio.create_task(worker.stop(drain_s=20.0)))
 
@@ -118,7 +120,7 @@ def test_stopping_lets_it_drain() -> None:
 
 def test_one_that_is_stopped_before_it_runs_ends_too() -> None:
     async def run() -> LifeState:
-        worker = WorkerProcess(CONFIG, command=(sys.executable, "-c", "import time; time.sleep(60)"))
+        worker = child(sys.executable, "-c", "import time; time.sleep(60)")
         stopping = asyncio.create_task(worker.stop(drain_s=20.0))
         await asyncio.sleep(0)
         async with asyncio.timeout(20):
@@ -130,7 +132,7 @@ def test_one_that_is_stopped_before_it_runs_ends_too() -> None:
 
 
 def test_the_pid_is_the_childs_own() -> None:
-    async def kill(_: WorkerProcess, state: LifeState) -> None:
+    async def kill(_: ChildProcess, state: LifeState) -> None:
         if state.phase is Phase.RUNNING:
             assert state.pid is not None
             os.kill(state.pid, signal.SIGKILL)
@@ -142,10 +144,10 @@ def test_the_pid_is_the_childs_own() -> None:
 
 @pytest.mark.parametrize("name", ["RAY_AUTH_TOKEN", "TWINPOOL_API_KEY"])
 def test_a_worker_learns_no_secret_that_it_does_not_need(name: str) -> None:
-    environment = worker_environment({name: "geheim", "PATH": "/bin"}, CONFIG)
+    environment = child_environment({name: "geheim", "PATH": "/bin"}, threads=3)
 
     assert "geheim" not in environment.values()
-    assert environment["PATH"] == "/bin"
+    assert (environment["PATH"], environment["OMP_NUM_THREADS"]) == ("/bin", "3")
 
 
 def test_workers_share_the_cores_unless_told_otherwise() -> None:
@@ -154,4 +156,5 @@ def test_workers_share_the_cores_unless_told_otherwise() -> None:
     assert threads_of(CONFIG) == cores
     assert threads_of(replace(CONFIG, num_neighbours=cores - 1)) == 1
     assert threads_of(replace(CONFIG, num_neighbours=100)) == 1
+    assert threads_of(replace(CONFIG, tensor_parallel=cores)) == 1
     assert threads_of(replace(CONFIG, threads=3, num_neighbours=100)) == 3

@@ -41,6 +41,26 @@ def test_fractions_of_a_gpu_share_it() -> None:
     assert reasons == {}
 
 
+def test_ranks_that_must_be_together_take_one_machine() -> None:
+    pair = Need(worker_id="a", resources={"GPU": 1}, num_ranks=2)
+
+    assert place([pair], [machine(gpus=1), machine(gpus=2)]) == ((pair,), {})
+    assert place([pair, need("b", GPU=1)], [machine(gpus=2)])[0] == (pair,)
+    assert place([pair], [machine(gpus=1), machine(gpus=1)])[1] == {
+        "a": "a needs 2 GPUs on one machine, the largest has 1"
+    }
+
+
+def test_ranks_on_a_trusted_network_take_what_machines_there_are_or_nothing() -> None:
+    pair = Need(worker_id="a", resources={"GPU": 1}, num_ranks=2, on_one_machine=False)
+    three = Need(worker_id="b", resources={"GPU": 1}, num_ranks=3, on_one_machine=False)
+    machines = [machine(gpus=1), machine(gpus=1)]
+
+    assert place([pair], machines) == ((pair,), {})
+    assert place([three, pair], machines) == ((pair,), {"b": "b needs 3 x 1 GPUs, there is room for fewer"})
+    assert place([three], [machine(gpus=0)])[1] == {"b": "b needs 1 GPUs, the cluster has 0"}
+
+
 @pytest.mark.parametrize(
     ("resources", "machines", "reason"),
     [

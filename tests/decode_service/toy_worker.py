@@ -139,12 +139,16 @@ async def toy_worker(
     tickets = Identity(worker_id=worker_id, epoch=1, layout=LAYOUT, ranks=(ends.endpoints,))
     receiving = ReceiverGroup(receiver, tickets, secret=Secret(), lease_s=config.lease_s)
     prefill, decode = PrefillService(loop, SenderGroup(sender)), DecodeService(loop, receiving)
+
+    async def num_transfers() -> int:
+        return prefill.num_transfers + decode.num_transfers
+
     control = WorkerService(
         loop,
         worker_id=worker_id,
         role=Role.COLOCATED,
         num_tickets=lambda: decode.num_tickets,
-        num_transfers=lambda: prefill.num_transfers + decode.num_transfers,
+        num_transfers=num_transfers,
         counters=lambda: {"transfer_frames": receiver.counters.frames},
     )
     await loop.start()

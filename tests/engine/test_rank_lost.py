@@ -143,11 +143,13 @@ def test_an_engine_whose_runner_lost_a_rank_is_over() -> None:
         loop = EngineLoop(engine(FakeRunner(before_step=lose), clock=None), SystemClock())
         await loop.start()
         handle = await loop.submit(prompt(5))
-        with pytest.raises(InternalError, match="the engine died: RankLost: rank 1 is gone"):
+        with pytest.raises(RankLost, match="rank 1 is gone") as caught:
             async for _ in handle.outputs():
                 pass
+        assert caught.value.retryable  # elsewhere
         failure = await asyncio.wait_for(loop.failed(), ANSWER_S)
         await loop.close()
         return failure
 
-    assert str(asyncio.run(story())) == "the engine died: RankLost: rank 1 is gone"
+    failure = asyncio.run(story())
+    assert (type(failure), str(failure)) == (RankLost, "rank 1 is gone")

@@ -23,12 +23,16 @@ async def started() -> tuple[EngineLoop, WorkerService]:
     )
     loop = EngineLoop(engine, SystemClock())
     await loop.start()
+
+    async def num_transfers() -> int:
+        return 3
+
     service = WorkerService(
         loop,
         worker_id="w0",
         role=Role.DECODE,
         num_tickets=lambda: 2,
-        num_transfers=lambda: 3,
+        num_transfers=num_transfers,
         counters=lambda: {"transfer_frames": 11},
     )
     return loop, service

@@ -218,8 +218,9 @@ class Scene:
         """Compute tokens on some ranks of the prefill worker; on all if none is named."""
         self.prefill.written(self.transfer, num_tokens, SOURCE_BLOCKS, ranks=ranks or (0, 1))
 
-    def has_whole(self, rank: int) -> bool:
-        return self.decode.ends[rank].receiver.report(self.ticket.transfer_id).complete_s is not None
+    def has_confirmed(self, rank: int) -> bool:
+        """Whether a decode rank is whole and its sender knows it."""
+        return self.prefill.ends[rank].sender.counters.confirmed == 1
 
     async def wait(self) -> None:
         await within_patience(self.decode.receiving.wait(self.ticket.transfer_id, self.ticket.epoch))
@@ -267,12 +268,12 @@ async def streaming(scene: Scene) -> None:
 async def whole_on_rank_0(scene: Scene) -> None:
     scene.write(10, 1)
     scene.write(NUM_TOKENS, 0)
-    await eventually(lambda: scene.has_whole(0))
+    await eventually(lambda: scene.has_confirmed(0))
 
 
 async def whole_on_rank_1(scene: Scene) -> None:
     scene.write(NUM_TOKENS, 1)
-    await eventually(lambda: scene.has_whole(1))
+    await eventually(lambda: scene.has_confirmed(1))
 
 
 async def whole_on_both(scene: Scene) -> None:

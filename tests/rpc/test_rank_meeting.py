@@ -11,7 +11,7 @@ import pytest
 
 from tests.patience import PATIENCE_S, eventually
 from twinpool.core.errors import ConfigError, RankLost, Untrusted
-from twinpool.core.rank_port import RankHello, RankReady
+from twinpool.core.rank_port import RankHello, RankReady, rank_name
 from twinpool.core.secret import Secret
 from twinpool.core.security import Trust
 from twinpool.core.ticket import Endpoint
@@ -21,7 +21,6 @@ from twinpool.rpc import rank_meeting
 from twinpool.rpc.channel import TrustedChannel
 from twinpool.rpc.door import Door
 from twinpool.rpc.rank_meeting import RankMeeting, RankStay, join_ranks
-from twinpool.rpc.ranks import rank_name
 
 TRUST = Trust(party=Party.WORKER, secret=Secret(b"known to all ranks of all workers"))
 GROUP = "127.0.0.1:4321"
@@ -84,6 +83,8 @@ def test_the_end_of_a_rank_is_told(is_ready: bool) -> None:
 
             assert str(await losing) == "rank 2: its process ended, or cannot be reached"
             assert not await is_over(first)
+            await first.close()
+            await m.all_gone()
 
     asyncio.run(run())
 

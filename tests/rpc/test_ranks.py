@@ -22,14 +22,14 @@ from twinpool.core.errors import (
     Untrusted,
     WorkerLost,
 )
-from twinpool.core.rank_port import Expected, RankPort, RankState
+from twinpool.core.rank_port import Expected, RankPort, RankState, rank_name
 from twinpool.core.secret import Secret
 from twinpool.core.security import Trust
 from twinpool.core.ticket import KVTicket, TransferReport
 from twinpool.core.tls import Party
 from twinpool.rpc import ranks
 from twinpool.rpc.door import Door
-from twinpool.rpc.ranks import RankClient, RankServer, rank_name
+from twinpool.rpc.ranks import RankClient, RankServer
 
 NAME = rank_name("decode-0", 1)
 TRUST = Trust(party=Party.WORKER, secret=Secret(b"known to all ranks of all workers"))

@@ -60,7 +60,8 @@ def worker(args: argparse.Namespace) -> int:
     config = replace(config, model=str(folder), model_name=config.model_name or served_name(config.model))
     # Libraries read it when they are loaded.
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_of(config)))
-    from twinpool.cluster.worker import describe_failure, run_worker
+    from twinpool.cluster.failure import describe_failure
+    from twinpool.cluster.worker import run_worker
 
     def report(event: str, text: str) -> None:
         say(f"{config.worker_id}: {text or event}")

@@ -1,7 +1,7 @@
-"""The Ray actor that stands for one worker: it runs the worker as its child and passes on what it says.
+"""The Ray actors that stand for a worker: each runs one of its ranks as its child and passes on what it says.
 
-Ray chooses the machine and the GPUs; the worker itself has no Ray in it, so that a lost head node or a
-restarting control store disturbs no request.
+Ray chooses the machine and the GPUs; the processes themselves have no Ray in them, so that a lost head node
+or a restarting control store disturbs no request.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import ray.util
 
-from twinpool.cluster.child import WorkerProcess
-from twinpool.cluster.config import WorkerConfig
+from twinpool.cluster.child import rank_child, worker_child
+from twinpool.cluster.config import RankSpec, WorkerConfig
 from twinpool.cluster.pools import LifeState
 
 
 class WorkerActor:
-    """Runs one life of one worker; made into an actor by the controller.
+    """Runs one life of one worker, or rank 0 of it; made into an actor by the controller.
 
     Args:
         config: What the worker is told.
@@ -26,11 +26,8 @@ class WorkerActor:
     """
 
     def __init__(self, config: WorkerConfig, is_on_loopback: bool) -> None:
-        own = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        host = config.host if is_on_loopback else str(own)
-        # The raylet is this process's parent.  While it lives, a worker without its actor is a leftover.
-        self._worker = WorkerProcess(replace(config, host=host, supervisor_pid=os.getppid()))
-        self._running: asyncio.Task[None] | None = None
+        self._worker = worker_child(_placed(config, is_on_loopback))
+        self._running: asyncio.Task[LifeState] | None = None
 
     async def next_state(self, seen: LifeState | None) -> LifeState:
         """Return the worker's state as soon as it differs from ``seen``; the first call starts the worker."""
@@ -41,3 +38,28 @@ class WorkerActor:
     async def stop(self, drain_s: float) -> None:
         """Let the worker drain and end."""
         await self._worker.stop(drain_s=drain_s)
+
+
+class RankActor:
+    """Runs another rank of a worker; made into an actor by the controller.
+
+    Args:
+        config: What the worker is told.
+        rank: Which rank.
+        is_on_loopback: As for a ``WorkerActor``.
+    """
+
+    def __init__(self, config: WorkerConfig, rank: int, is_on_loopback: bool) -> None:
+        self._config = _placed(config, is_on_loopback)
+        self._rank = rank
+
+    async def run(self, meeting: str) -> LifeState:
+        """Start the rank, which is to meet the others there, and return how it ended."""
+        return await rank_child(RankSpec(worker=self._config, rank=self._rank, meeting=meeting)).run()
+
+
+def _placed(config: WorkerConfig, is_on_loopback: bool) -> WorkerConfig:
+    """Return the config of a process on this machine."""
+    host = config.host if is_on_loopback else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    # The raylet is this process's parent.  While it lives, a worker without its actor is a leftover.
+    return replace(config, host=host, supervisor_pid=os.getppid())

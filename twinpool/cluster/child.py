@@ -1,13 +1,17 @@
-"""One worker as a child process: starts it, hears what it says of itself, ends it, knows why it ended.
+"""A program of ours as a child process: starts it, hears what it says, ends it, knows why it ended.
 
-    parent                                       child (twinpool.cluster.worker_process)
+    parent                                       child (a worker, or another rank of one)
       stdin:  its settings, one line of JSON  ->
       stdin:  open as long as the parent lives
-              <- stdout: one JSON object a line: {"event": "progress" | "joined" | "failed", "text": ...}
+              <- stdout: one JSON object a line: {"event": ..., "text": ...}
+                           progress  what it does
+                           meeting   where the other ranks of this worker are to come
+                           joined    the router took it, or rank 0 did
+                           failed    why it ends
               <- stderr: its log; the last line is kept, since it tells why it died
       SIGTERM: drain and exit 0               ->
 
-Knows nothing of Ray: an actor runs it on whatever machine the worker is placed.
+Knows nothing of Ray: an actor runs it on whatever machine it is placed.
 """
 
 from __future__ import annotations
@@ -22,32 +26,32 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 
-from twinpool.cluster.config import WorkerConfig
+from twinpool.cluster.config import RankSpec, WorkerConfig
 from twinpool.cluster.pools import LifeState, Phase
 from twinpool.core.config import unbind
+from twinpool.core.rank_port import rank_name
 
 _LINE_BYTES = 2**16
 _KILL_AFTER_S = 5.0  # beyond the drain time
-# What a worker does not need to know: Ray's own settings, its token above all, and the key of the API.
+# What a child does not need to know: Ray's own settings, its token above all, and the key of the API.
 _PRIVATE_PREFIXES = ("RAY_", "TWINPOOL_API_KEY")
 
 
-class WorkerProcess:
-    """A worker that runs as a child of this process.
+class ChildProcess:
+    """A program that runs as a child of this process.
 
     Args:
-        config: What it is told.
-        command: The program and its arguments; the worker itself if None.
+        name: Stands before each line of its log.
+        settings: What it is told, a dataclass.
+        command: The program and its arguments.
+        threads: That it computes with.
     """
 
-    def __init__(self, config: WorkerConfig, *, command: Sequence[str] | None = None) -> None:
-        self._config = config
-        self._command = command or (
-            sys.executable,
-            "-m",
-            "twinpool.cluster.worker_process",
-            config.worker_id,
-        )
+    def __init__(self, name: str, settings: object, *, command: Sequence[str], threads: int) -> None:
+        self._name = name
+        self._settings = settings
+        self._command = command
+        self._threads = threads
         self._state = LifeState(host=socket.gethostname(), detail="starting")
         self._changed = asyncio.Event()
         self._last_line = ""
@@ -55,7 +59,7 @@ class WorkerProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._is_asked_to_stop = False
 
-    async def run(self) -> None:
+    async def run(self) -> LifeState:
         """Start it, follow it and return when it has ended; called once."""
         try:
             process = await asyncio.create_subprocess_exec(
@@ -63,27 +67,26 @@ class WorkerProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                env=worker_environment(os.environ, self._config),
+                env=child_environment(os.environ, threads=self._threads),
                 limit=_LINE_BYTES,
             )
         except OSError as error:
-            self._tell(phase=Phase.ENDED, detail=f"cannot be started: {error}")
-            return
+            return self._tell(phase=Phase.ENDED, detail=f"cannot be started: {error}")
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         self._process = process
         self._tell(pid=process.pid)
         if self._is_asked_to_stop:
             self._signal(signal.SIGTERM)
         try:
-            # Nobody waits for the write: a worker that dies before it reads has a better reason to tell.
-            process.stdin.write(json.dumps(unbind(self._config)).encode() + b"\n")
+            # Nobody waits for the write: a child that dies before it reads has a better reason to tell.
+            process.stdin.write(json.dumps(unbind(self._settings)).encode() + b"\n")
             await asyncio.gather(self._follow_events(process.stdout), self._follow_log(process.stderr))
             code = await process.wait()
         finally:
             process.stdin.close()
         is_drained = code == 0 and self._state.phase is Phase.RUNNING
         reason = self._failure or ("drained" if is_drained else _reason(code, self._last_line))
-        self._tell(phase=Phase.ENDED, detail=reason, is_drained=is_drained)
+        return self._tell(phase=Phase.ENDED, detail=reason, is_drained=is_drained)
 
     async def next_state(self, seen: LifeState | None) -> LifeState:
         """Return what is known, as soon as it differs from ``seen``."""
@@ -96,8 +99,12 @@ class WorkerProcess:
         """Ask it to drain, wait for its end, and kill it if that takes too long.  Idempotent."""
         self._is_asked_to_stop = True
         self._signal(signal.SIGTERM)
+        await self.end(within_s=drain_s + _KILL_AFTER_S)
+
+    async def end(self, *, within_s: float) -> None:
+        """Wait for its end, and kill it if that takes too long."""
         try:
-            async with asyncio.timeout(drain_s + _KILL_AFTER_S):
+            async with asyncio.timeout(within_s):
                 while self._state.phase is not Phase.ENDED:
                     await self.next_state(self._state)
         except TimeoutError:
@@ -119,6 +126,8 @@ class WorkerProcess:
                 self._failure = text
             elif kind == "joined":
                 self._tell(phase=Phase.RUNNING, detail="")
+            elif kind == "meeting":
+                self._tell(meeting=text)
             else:
                 self._tell(detail=text)
 
@@ -126,24 +135,46 @@ class WorkerProcess:
         async for line in _lines(stderr):
             self._last_line = line.strip() or self._last_line
             with contextlib.suppress(OSError):  # a full disk ends no worker
-                sys.stderr.write(f"{self._config.worker_id}: {line}\n")
+                sys.stderr.write(f"{self._name}: {line}\n")
 
-    def _tell(self, **changes: object) -> None:
+    def _tell(self, **changes: object) -> LifeState:
         self._state = replace(self._state, **changes)  # type: ignore[arg-type]
         self._changed.set()
+        return self._state
 
 
-def worker_environment(environment: Mapping[str, str], config: WorkerConfig) -> dict[str, str]:
-    """Return the environment of a worker: without what is Ray's, and with its share of the cores."""
+def worker_child(config: WorkerConfig) -> ChildProcess:
+    """Return a worker, or rank 0 of one."""
+    return ChildProcess(
+        config.worker_id,
+        config,
+        command=(sys.executable, "-m", "twinpool.cluster.worker_process", config.worker_id),
+        threads=threads_of(config),
+    )
+
+
+def rank_child(spec: RankSpec) -> ChildProcess:
+    """Return another rank of a worker."""
+    name = rank_name(spec.worker.worker_id, spec.rank)
+    return ChildProcess(
+        name,
+        spec,
+        command=(sys.executable, "-m", "twinpool.cluster.rank_process", name),
+        threads=threads_of(spec.worker),
+    )
+
+
+def child_environment(environment: Mapping[str, str], *, threads: int) -> dict[str, str]:
+    """Return the environment of a child: without what is Ray's, and with its share of the cores."""
     kept = {key: value for key, value in environment.items() if not key.startswith(_PRIVATE_PREFIXES)}
-    threads = str(threads_of(config))
-    return kept | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1"}
+    share = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    return kept | share | {"PYTHONUNBUFFERED": "1"}
 
 
 def threads_of(config: WorkerConfig) -> int:
-    """Return how many threads a worker computes with: as told, or its share of the machine's cores."""
+    """Return how many threads a rank computes with: as told, or its share of the machine's cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return config.threads or max(1, cores // (config.num_neighbours + 1))
+    return config.threads or max(1, cores // (config.num_neighbours + config.tensor_parallel))
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:

@@ -7,7 +7,7 @@ number of workers per pool and in nothing else.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,18 +21,30 @@ from twinpool.core.security import SecurityConfig
 from twinpool.core.units import parse_bytes
 from twinpool.engine.config import EngineConfig
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+RanksOn = Literal["one_machine", "trusted_network"]
+MAX_RANKS = 64  # of one worker
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
     """The workers of one role."""
 
     workers: int = 0
-    num_cpus: float = 1.0  # what Ray sets aside for each worker
-    num_gpus: float | None = None  # per worker; null: 1 on device cuda, 0 on cpu; 0.5 lets two share one
+    tensor_parallel: int = 1  # ranks of each worker: processes that compute one model together
+    ranks_on: RanksOn = "one_machine"  # what ranks tell each other is not encrypted
+    num_cpus: float = 1.0  # what Ray sets aside for each rank
+    num_gpus: float | None = None  # per rank; null: 1 on device cuda, 0 on cpu; 0.5 lets two share one
+    block_tokens: int | None = None  # null: engine.block_tokens
+    dtype: Dtype | None = None  # null: that of the deployment
 
     def __post_init__(self) -> None:
         if self.workers < 0:
             raise ConfigError("pools", f"{self.workers} workers are less than 0")
+        if not 1 <= self.tensor_parallel <= MAX_RANKS:
+            raise ConfigError("pools", f"tensor_parallel {self.tensor_parallel} is not in [1, {MAX_RANKS}]")
+        if self.block_tokens is not None and self.block_tokens < 1:
+            raise ConfigError("pools", f"block_tokens {self.block_tokens} is less than 1")
         if self.num_cpus < 0 or (self.num_gpus or 0) < 0:
             raise ConfigError("pools", "num_cpus and num_gpus are at least 0")
         if not self.num_cpus and self.num_gpus == 0:
@@ -67,9 +79,9 @@ class PoolsConfig:
         return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.COLOCATED: self.colocated}
 
     @property
-    def num_workers(self) -> int:
-        """Workers of all roles."""
-        return sum(pool.workers for pool in self.by_role().values())
+    def num_ranks(self) -> int:
+        """Ranks of all workers of all roles: each is a process that computes."""
+        return sum(pool.workers * pool.tensor_parallel for pool in self.by_role().values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +127,9 @@ class ModelConfig:
     model: str = "smollm2-135m-instruct"  # the alias, a folder, a .gguf file or a hub id
     model_name: str | None = None  # what clients call it; null: after the model
     device: str = "cpu"  # cpu, cuda or cuda:N
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: float32 on cpu
+    dtype: Dtype = "auto"  # auto: float32 on cpu
     kv_memory: str | None = None  # of each worker's KV cache, as in 2GiB; null: from what is free
-    threads: int = 0  # per worker, on cpu; 0: the machine's cores shared among its workers
+    threads: int = 0  # per rank, on cpu; 0: the machine's cores shared among the ranks on it
 
     def __post_init__(self) -> None:
         if self.kv_memory is not None:
@@ -145,8 +157,18 @@ class DeploymentConfig(ModelConfig):
     timeouts: TimeoutsConfig = TimeoutsConfig()
     security: DeploymentSecurityConfig = DeploymentSecurityConfig()
 
+    def __post_init__(self) -> None:
+        # The decorator makes a class with slots anew, so ``super()`` would look for one that is not there.
+        ModelConfig.__post_init__(self)
+        prefill, decode = (pool.dtype or self.dtype for pool in (self.pools.prefill, self.pools.decode))
+        if prefill != decode and not self.transfer.convert_dtypes:
+            raise ConfigError(
+                "transfer.convert_dtypes",
+                f"is off, and prefill workers use {prefill}, decode workers {decode}",
+            )
+
     def resources(self, role: Role) -> Mapping[str, float]:
-        """Return what Ray sets aside for one worker of ``role``, without zeros."""
+        """Return what Ray sets aside for one rank of a worker of ``role``, without zeros."""
         pool = self.pools.by_role()[role]
         default_gpus = 1.0 if self.device.startswith("cuda") else 0.0
         gpus = default_gpus if pool.num_gpus is None else pool.num_gpus
@@ -163,16 +185,40 @@ class WorkerConfig(ModelConfig):
     join: str  # HOST:PORT of the router
     host: str = "127.0.0.1"  # an address of this machine that the router and other workers reach
     port: int = 0  # of its gRPC services; 0 takes a free one
-    num_neighbours: int = 0  # other workers of the deployment that may share this machine
+    tensor_parallel: int = 1  # ranks: this process and others
+    starts_ranks: bool = True  # the others, here; false: whoever starts this process does
+    ranks_on: RanksOn = "one_machine"
+    num_neighbours: int = 0  # ranks of other workers of the deployment that may share this machine
     gpu_share: float = 1.0  # of its GPU's free memory, for its KV cache
     drain_s: float = 30.0
     orphan_s: float | None = None  # null: keep trying to join for ever
     hung_s: float = 300.0  # far more than the longest step takes; without one for so long it ends
+    start_s: float = 600.0  # until all ranks are there
     supervisor_pid: int | None = None  # while this process lives, the worker ends with its parent
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
     security: SecurityConfig = field(default_factory=SecurityConfig)
     secret: str = field(default="", repr=False)  # in hex, from whoever starts the worker; "": of secret_file
+
+    def __post_init__(self) -> None:
+        ModelConfig.__post_init__(self)
+        if not 1 <= self.tensor_parallel <= MAX_RANKS:
+            raise ConfigError("tensor_parallel", f"{self.tensor_parallel} is not in [1, {MAX_RANKS}]")
+
+    @property
+    def rank_host(self) -> str:
+        """Where this rank listens to the others of its worker."""
+        return "127.0.0.1" if self.ranks_on == "one_machine" else self.host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpec:
+    """What a rank of a worker is told that is not rank 0."""
+
+    worker: WorkerConfig
+    rank: int
+    meeting: str  # HOST:PORT where rank 0 waits
+    secret: str = field(default="", repr=False)  # in hex, among the ranks; "": that of the deployment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +227,23 @@ class DeploymentSpec:
 
     name: str  # unlike that of any other
     config: DeploymentConfig
-    worker: WorkerConfig  # of every worker, but for its id, role and generation
+    worker: WorkerConfig  # of every worker, but for what ``worker_of`` sets
+
+    def worker_of(self, role: Role, *, worker_id: str, generation: int) -> WorkerConfig:
+        """Return what one life of one worker is told."""
+        pool, common = self.config.pools.by_role()[role], self.worker
+        block_tokens = pool.block_tokens or common.engine.block_tokens
+        return replace(
+            common,
+            worker_id=worker_id,
+            role=role,
+            generation=generation,
+            tensor_parallel=pool.tensor_parallel,
+            ranks_on=pool.ranks_on,
+            dtype=pool.dtype or common.dtype,
+            engine=replace(common.engine, block_tokens=block_tokens),
+            num_neighbours=max(0, self.config.pools.num_ranks - pool.tensor_parallel),
+        )
 
     @property
     def is_local(self) -> bool:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 _WORDS = {"CPU": "CPUs", "GPU": "GPUs"}
+Room: TypeAlias = "Mapping[str, float]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +18,16 @@ class Need:
     """What one worker needs, by Ray's resource names."""
 
     worker_id: str
-    resources: Mapping[str, float]
+    resources: Mapping[str, float]  # of each rank
+    num_ranks: int = 1
+    on_one_machine: bool = True  # all ranks
+
+    @property
+    def parts(self) -> tuple[Mapping[str, float], ...]:
+        """What must be on one machine each."""
+        if not self.on_one_machine:
+            return (self.resources,) * self.num_ranks
+        return ({name: amount * self.num_ranks for name, amount in self.resources.items()},)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,30 +47,41 @@ def place(needs: Sequence[Need], machines: Sequence[Machine]) -> tuple[tuple[Nee
     Returns:
         The needs that fit together, and why each other one does not, by worker id.
     """
-    rooms = [dict(machine.available) for machine in machines]
+    rooms: Sequence[Room] = [machine.available for machine in machines]
     fitting, reasons = [], {}
     for need in needs:
-        room = next((room for room in rooms if _missing(need, room) is None), None)
-        if room is None:
+        left = _without(need.parts, rooms)
+        if left is None:
             reasons[need.worker_id] = _reason(need, machines)
-            continue
-        for name, amount in need.resources.items():
-            room[name] = room.get(name, 0.0) - amount
-        fitting.append(need)
+        else:
+            rooms = left
+            fitting.append(need)
     return tuple(fitting), reasons
 
 
-def _missing(need: Need, room: Mapping[str, float]) -> str | None:
-    for name, amount in need.resources.items():
-        if amount > room.get(name, 0.0) + 1e-9:
-            return name
-    return None
+def _without(parts: Sequence[Room], rooms: Sequence[Room]) -> Sequence[Room] | None:
+    """Return what is left of ``rooms`` once each part took the first that holds it; None if none does."""
+    left = list(rooms)
+    for part in parts:
+        index = next((index for index, room in enumerate(left) if _fits(part, room)), None)
+        if index is None:
+            return None
+        room = left[index]
+        left[index] = dict(room) | {name: room.get(name, 0.0) - amount for name, amount in part.items()}
+    return left
+
+
+def _fits(part: Room, room: Room) -> bool:
+    return all(amount <= room.get(name, 0.0) + 1e-9 for name, amount in part.items())
 
 
 def _reason(need: Need, machines: Sequence[Machine]) -> str:
     if not machines:
         return f"{need.worker_id} cannot be placed: the cluster has no machine"
-    for name, amount in need.resources.items():
+    part = need.parts[0]
+    if len(need.parts) > 1 and any(_fits(part, machine.available) for machine in machines):
+        return f"{need.worker_id} needs {need.num_ranks} x {_spelled(part)}, there is room for fewer"
+    for name, amount in part.items():
         word = _WORDS.get(name, name)
         in_cluster = sum(machine.total.get(name, 0.0) for machine in machines)
         largest = max(machine.total.get(name, 0.0) for machine in machines)
@@ -72,5 +94,8 @@ def _reason(need: Need, machines: Sequence[Machine]) -> str:
             return (
                 f"{need.worker_id} needs {amount:g} {word}, {free:g} of the cluster's {in_cluster:g} are free"
             )
-    wanted = ", ".join(f"{amount:g} {_WORDS.get(name, name)}" for name, amount in need.resources.items())
-    return f"{need.worker_id} needs {wanted} on one machine, no machine has all of them free"
+    return f"{need.worker_id} needs {_spelled(part)} on one machine, no machine has all of them free"
+
+
+def _spelled(part: Room) -> str:
+    return ", ".join(f"{amount:g} {_WORDS.get(name, name)}" for name, amount in part.items())

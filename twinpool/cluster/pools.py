@@ -45,6 +45,7 @@ class LifeState:
     is_drained: bool = False  # it had joined, and ended as one that was asked to, by whomever
     pid: int | None = None
     host: str = ""
+    meeting: str = ""  # where the other ranks of the worker are to come, once it waits for them
 
 
 class Machines(Protocol):

@@ -272,11 +272,12 @@ def _worker_config(config: DeploymentConfig, *, folder: Path, name: str, join: s
         kv_memory=config.kv_memory,
         threads=config.threads,
         join=join,
-        num_neighbours=config.pools.num_workers - 1,
+        starts_ranks=False,
         gpu_share=min(1.0, gpus) or 1.0,
         drain_s=config.timeouts.drain_s,
         orphan_s=config.timeouts.orphan_s,
         hung_s=config.timeouts.hung_s,
+        start_s=config.timeouts.worker_start_s,
         engine=config.engine,
         transfer=config.transfer,
         security=config.security.of_workers(),
@@ -291,6 +292,7 @@ def load_served_model(folder: Path, config: DeploymentConfig) -> ServedModel:
         vocab_size, max_tokens = int(fields["vocab_size"]), int(fields["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError("model", f"{folder}/config.json: {type(error).__name__} {error}") from error
+    check_ranks(config.pools, fields)
     template = ChatTemplate.load(folder, tokenizer)
     return ServedModel(
         name=config.model_name or served_name(config.model),
@@ -300,6 +302,21 @@ def load_served_model(folder: Path, config: DeploymentConfig) -> ServedModel:
         max_model_tokens=max_tokens,
         created_s=int(time.time()),
     )
+
+
+def check_ranks(pools: PoolsConfig, fields: Mapping[str, object]) -> None:
+    """Check that the ranks of each pool can share the heads of a model, as far as its config.json tells.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    for role, pool in pools.by_role().items():
+        ranks, field = pool.tensor_parallel, f"pools.{role}.tensor_parallel"
+        heads, kv_heads = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
+        if isinstance(heads, int) and heads % ranks:
+            raise ConfigError(field, f"{ranks} ranks do not divide {heads} query heads")
+        if isinstance(kv_heads, int) and kv_heads % ranks and ranks % kv_heads:
+            raise ConfigError(field, f"{ranks} ranks and {kv_heads} KV heads do not divide each other")
 
 
 class RayDeployment:

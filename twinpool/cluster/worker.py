@@ -1,13 +1,15 @@
-"""One worker process, put together: model, cache, engine, transfers, services, and the stay at a router.
+"""The life of one worker process, from its start to its end, whatever the reason of that.
 
-A worker is the same whatever its role; the role is a label that the router acts on.  Knows no Ray.
+A worker is the same whatever its role; the role is a label that the router acts on.  Of one with several
+ranks this is the process of rank 0, which all others follow.  Knows no Ray.
 
-    load the model -> start the engine, the transports, the server -> join the router
+    load the model, with the other ranks -> start the services -> join the router
       SIGTERM            take nothing new, finish what runs for at most ``drain_s``, leave, exit 0
       a second SIGTERM   exit at once
       refused            ends with the router's reason: the same settings would be refused again
       engine dead        ends with what killed it
       engine hung        after ``hung_s`` with work and without a step: exit 1, at once
+      rank lost          exit 2, at once: nothing can be computed or given back without it
       router away        keep trying; after ``orphan_s``, if set, exit 1
 """
 
@@ -16,50 +18,33 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from contextlib import closing
 from functools import partial
-from pathlib import Path
+from typing import Literal, NoReturn
 
 import torch
 
-from decode_service.service import DecodeService
-from kv_transfer.ends import RankIdentity, TransferEnds, start_ends
-from kv_transfer.group import Identity, ReceiverGroup, SenderGroup
-from kv_transfer.registry import chosen_transports
-from prefill_service.service import PrefillService
+from twinpool.cluster.blocking import in_thread
 from twinpool.cluster.child import threads_of
+from twinpool.cluster.child_main import Report, Watch
 from twinpool.cluster.config import WorkerConfig
+from twinpool.cluster.race import Race
+from twinpool.cluster.ranks import OtherRanks, other_ranks
+from twinpool.cluster.services import Services, serving
+from twinpool.cluster.share import LeadingRank, load_leading
 from twinpool.cluster.trust import worker_trust
 from twinpool.core.clock import Clock, SystemClock
-from twinpool.core.errors import ServingError
-from twinpool.core.ports import WorkerInfo, WorkerLoad
+from twinpool.core.errors import RankLost
+from twinpool.core.ports import WorkerLoad
 from twinpool.core.security import Trust
-from twinpool.core.tls import Party
-from twinpool.core.units import parse_bytes
-from twinpool.engine.engine import Engine, EngineLimits
-from twinpool.engine.kv_cache import KVCache
-from twinpool.engine.load import LoadedModel, load_model
-from twinpool.engine.loop import EngineLoop
-from twinpool.engine.memory import default_budget_bytes, num_blocks_for
-from twinpool.engine.runner import TorchRunner
 from twinpool.engine.worker import WorkerService
-from twinpool.rpc.door import Door
 from twinpool.rpc.join import join
-from twinpool.rpc.server import WorkerServer
 
 _LOOK_EVERY_S = 1.0  # at the engine, for whether it hangs
-_STOP_GRACE_S = 0.5  # for calls that are answering when the server stops
-
-Report = Callable[[str, str], None]
-"""``(event, text)``: ``progress`` with what it does, or ``joined``."""
+_REASON_S = 2.0  # for the reason of a rank's end to be known
 
 
-def run_worker(
-    config: WorkerConfig, *, report: Report, watch: Callable[[Callable[[], None]], None] | None = None
-) -> int:
+def run_worker(config: WorkerConfig, *, report: Report, watch: Watch | None = None) -> int:
     """Run a worker until its end and return the process's exit code.
 
     Args:
@@ -73,62 +58,46 @@ def run_worker(
     """
     trust = worker_trust(config)
     torch.set_num_threads(threads_of(config))
-    report("progress", f"loading {config.model_name}")
-    loaded = load_model(Path(config.model), device=config.device, dtype=config.dtype)
-    return asyncio.run(_Life(config, trust, report, watch).run(loaded))
+    return asyncio.run(_Life(config, trust, report).run(watch))
 
 
 class _Life:
-    def __init__(
-        self,
-        config: WorkerConfig,
-        trust: Trust,
-        report: Report,
-        watch: Callable[[Callable[[], None]], None] | None,
-    ) -> None:
+    def __init__(self, config: WorkerConfig, trust: Trust, report: Report) -> None:
         self._config = config
         self._trust = trust
         self._report = report
-        self._watch = watch
         self._clock: Clock = SystemClock()
         self._asked_to_stop = asyncio.Event()
         self._has_joined = False
         self._heard_s = 0.0  # when the router last heard us, or when we began to call it
 
-    async def run(self, loaded: LoadedModel) -> int:
+    async def run(self, watch: Watch | None) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
-        if self._watch is not None:
-            self._watch(partial(self._stop_from_any_thread, loop))
-        async with self._running(loaded) as (info, engine, service):
-            self._report("progress", f"joining {self._config.join}")
-            self._heard_s = self._clock.now_s()
-            joining = asyncio.create_task(
-                join(self._config.join, info, lambda: self._heartbeat(service), trust=self._trust)
-            )
-            failing = asyncio.create_task(engine.failed())
-            endings = {
-                joining,
-                failing,
-                asyncio.create_task(self._asked_to_stop.wait()),
-                asyncio.create_task(self._orphaned()),
-                asyncio.create_task(self._end_if_hung(service)),
-            }
-            try:
-                await asyncio.wait(endings, return_when=asyncio.FIRST_COMPLETED)
-                if joining.done():
-                    joining.result()
-                if failing.done():
-                    raise failing.result()
-                if self._asked_to_stop.is_set():
-                    await service.drain(timeout_s=self._config.drain_s)
-                    return 0
-                return 1
-            finally:
-                for task in endings:
-                    task.cancel()
-                await asyncio.gather(*endings, return_exceptions=True)
+        if watch is not None:
+            watch(partial(self._stop_from_any_thread, loop))
+        async with (
+            Race() as race,
+            other_ranks(
+                self._config,
+                self._trust,
+                report=self._report,
+                on_asked_to_stop=self._asked_to_stop.set,
+            ) as others,
+        ):
+            lost, stopping = race.start(others.lost()), race.start(self._asked_to_stop.wait())
+            self._report("progress", f"loading {self._config.model_name}")
+            starting = race.start(self._start(others))
+            await race.first(starting, lost, stopping)
+            if stopping.done() and not starting.done():
+                return 0
+            rank_0 = await _unless_lost(starting, lost)
+            with closing(rank_0.group):
+                async with serving(
+                    self._config, self._trust, self._clock, rank_0=rank_0, others=others
+                ) as services:
+                    return await self._serve(services, race, lost=lost, stopping=stopping)
 
     def _stop(self) -> None:
         if self._asked_to_stop.is_set():
@@ -137,6 +106,56 @@ class _Life:
 
     def _stop_from_any_thread(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.call_soon_threadsafe(self._asked_to_stop.set)
+
+    async def _start(self, others: OtherRanks) -> LeadingRank:
+        """Load the model together with the other ranks, and wait until they can move KV."""
+        rank_0 = await in_thread(partial(load_leading, self._config, others.lead), name="load")
+        try:
+            await others.ready()
+        except BaseException:
+            rank_0.group.close()
+            raise
+        return rank_0
+
+    async def _serve(
+        self,
+        services: Services,
+        race: Race,
+        *,
+        lost: asyncio.Task[RankLost],
+        stopping: asyncio.Task[Literal[True]],
+    ) -> int:
+        """Stay joined to the router until something ends that; return the exit code."""
+        config, worker = self._config, services.worker
+        self._report("progress", f"joining {config.join}")
+        self._heard_s = self._clock.now_s()
+        joining = race.start(
+            join(config.join, services.info, lambda: self._heartbeat(worker), trust=self._trust)
+        )
+        failing = race.start(services.engine.failed())
+        orphaned, hanging = race.start(self._orphaned()), race.start(self._end_if_hung(worker))
+        await race.first(joining, failing, stopping, orphaned, hanging, lost)
+        if stopping.done():
+            draining = race.start(worker.drain(timeout_s=config.drain_s))
+            await race.first(draining, failing, lost)
+        if failing.done():
+            error = failing.result()
+            if isinstance(error, RankLost):
+                await self._end_at_once(lost, error)
+            raise error
+        if lost.done():
+            await self._end_at_once(lost, lost.result())
+        if stopping.done():
+            return 0
+        if joining.done():
+            joining.result()
+        return 1
+
+    async def _end_at_once(self, lost: asyncio.Task[RankLost], error: RankLost) -> NoReturn:
+        """End the process after the loss of a rank: what runs here now, the router lets run elsewhere."""
+        await asyncio.wait({lost}, timeout=_REASON_S)
+        self._report("failed", str(lost.result() if lost.done() else error))
+        os._exit(2)
 
     def _heartbeat(self, service: WorkerService) -> WorkerLoad:
         if not self._has_joined:
@@ -172,102 +191,10 @@ class _Life:
                 os._exit(1)
             was_hung = is_hung
 
-    @asynccontextmanager
-    async def _running(
-        self, loaded: LoadedModel
-    ) -> AsyncIterator[tuple[WorkerInfo, EngineLoop, WorkerService]]:
-        """Start the parts in order; stop them in the other."""
-        config, spec, clock = self._config, loaded.spec, self._clock
-        cache = _make_cache(loaded, config)
-        limits = EngineLimits(
-            num_blocks=cache.num_blocks,
-            max_model_tokens=spec.max_model_tokens,
-            vocab_size=spec.vocab_size,
-            eos_ids=frozenset(spec.eos_ids),
-        )
-        engine = EngineLoop(
-            Engine(TorchRunner(loaded, cache), config=config.engine, limits=limits, clock=clock), clock
-        )
-        async with AsyncExitStack() as stack:
-            ends = await _start_ends(cache, clock, config, self._trust)
-            stack.push_async_callback(ends.close)
-            identity = Identity(
-                worker_id=config.worker_id,
-                epoch=config.generation,
-                layout=cache.layout,
-                ranks=(ends.endpoints,),
-            )
-            receiving = ReceiverGroup(
-                ends.receiver, identity, secret=self._trust.secret, lease_s=config.transfer.lease_s
-            )
-            await engine.start()
-            stack.push_async_callback(engine.close)
-            prefill = PrefillService(engine, SenderGroup(ends.sender))
-            decode = DecodeService(engine, receiving)
-            stack.push_async_callback(prefill.close)
-            await decode.start()
-            stack.push_async_callback(decode.close)
-            door = Door(self._trust, callers=Party.ROUTER, audience=config.worker_id)
-            service = WorkerService(
-                engine,
-                worker_id=config.worker_id,
-                role=config.role,
-                num_tickets=lambda: decode.num_tickets,
-                num_transfers=lambda: prefill.num_transfers + decode.num_transfers,
-                counters=lambda: {**ends.counters(), "refused_calls": door.num_refused},
-            )
-            server = WorkerServer(
-                prefill=prefill,
-                decode=decode,
-                worker=service,
-                door=door,
-                host=config.host,
-                port=config.port,
-            )
-            await server.start()
-            stack.push_async_callback(server.stop, grace_s=_STOP_GRACE_S)
-            info = WorkerInfo(
-                worker_id=config.worker_id,
-                role=config.role,
-                address=server.address,
-                pid=os.getpid(),
-                host=socket.gethostname(),
-                generation=config.generation,
-                model=config.model_name or config.model,
-                fingerprint={**spec.fingerprint, **config.transfer.fingerprint},
-                layout=cache.layout,
-                num_blocks=cache.num_blocks,
-                max_model_tokens=spec.max_model_tokens,
-                ranks=identity.ranks,
-            )
-            yield info, engine, service
 
-
-def _make_cache(loaded: LoadedModel, config: WorkerConfig) -> KVCache:
-    """Make the KV cache as large as told, or as large as this worker's share of the free memory allows."""
-    layout = loaded.spec.layout(block_tokens=config.engine.block_tokens)
-    if config.kv_memory is not None:
-        budget_bytes = parse_bytes(config.kv_memory)
-    elif config.device == "cpu":
-        budget_bytes = default_budget_bytes(config.device) // (config.num_neighbours + 1)
-    else:
-        budget_bytes = int(default_budget_bytes(config.device) * config.gpu_share)
-    return KVCache(layout, num_blocks_for(layout, budget_bytes), config.device)
-
-
-async def _start_ends(cache: KVCache, clock: Clock, config: WorkerConfig, trust: Trust) -> TransferEnds:
-    """Open every transport that the worker is to use."""
-    transfer = replace(config.transfer, listen=config.transfer.listen or f"{config.host}:0")
-    identity = RankIdentity(
-        worker_id=config.worker_id, epoch=config.generation, secret=trust.secret, tls=trust.tls
-    )
-    return await start_ends(cache, clock, transfer, identity, names=chosen_transports(transfer.transports))
-
-
-def describe_failure(error: BaseException) -> str | None:
-    """Return why a worker cannot run, in one line, if it is a reason that people understand."""
-    if isinstance(error, ServingError):
-        return str(error)
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):
-        return f"out of memory: {str(error).splitlines()[0] if str(error) else 'MemoryError'}"
-    return None
+async def _unless_lost(starting: asyncio.Task[LeadingRank], lost: asyncio.Task[RankLost]) -> LeadingRank:
+    """Return what was started, or raise why it is not; the reason of a rank's end is known to that rank."""
+    if starting.done() and not isinstance(starting.exception(), RankLost):
+        return starting.result()
+    await asyncio.wait({lost}, timeout=_REASON_S)
+    raise lost.result() if lost.done() else RankLost(str(starting.exception()))

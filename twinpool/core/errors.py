@@ -187,4 +187,9 @@ class InternalError(ServingError):
 
 
 class RankLost(InternalError):
-    """A rank of this worker is gone, or failed in the middle of a step: no rank can go on without it."""
+    """A rank of this worker is gone, or failed in the middle of a step: no rank can go on without it.
+
+    What the worker was asked for can be answered elsewhere.
+    """
+
+    retryable = True

@@ -12,6 +12,11 @@ from typing import Protocol
 from twinpool.core.ticket import Endpoint, KVTicket, TransferReport
 
 
+def rank_name(worker_id: str, rank: int) -> str:
+    """Return what a rank is called in tokens, logs and errors."""
+    return f"{worker_id}/rank{rank}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankHello:
     """The first thing another rank says to rank 0."""

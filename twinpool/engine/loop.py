@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from twinpool.core.clock import Clock
-from twinpool.core.errors import InternalError, RequestCancelled, ServingError, WorkerDraining
+from twinpool.core.errors import InternalError, RankLost, RequestCancelled, ServingError, WorkerDraining
 from twinpool.core.ports import BlockCounts, WorkerLoad
 from twinpool.core.request import Request, TokenOutput
 from twinpool.engine.engine import Engine
@@ -271,7 +271,7 @@ class EngineLoop:
     async def _call(self, action: Callable[[], T]) -> T:
         """Run ``action`` in the engine's thread, between two steps, and return its result."""
         if self._failure is not None:
-            raise InternalError(str(self._failure))
+            raise type(self._failure)(str(self._failure))
         if self._is_closed:
             raise WorkerDraining("the worker shuts down")
         future: asyncio.Future[T] = self._event_loop.create_future()
@@ -287,7 +287,7 @@ class EngineLoop:
         if failure is not None:
             self._failure = failure
             self._failed.set()
-            self._fail_all(lambda: InternalError(str(failure)))
+            self._fail_all(lambda: type(failure)(str(failure)))
 
     def _fail_all(self, make_error: Callable[[], ServingError]) -> None:
         """End everything that is open; the thread answers nothing any more."""
@@ -420,10 +420,13 @@ class _StepThread:
     # The thread itself.
 
     def _run(self) -> None:
-        failure = None
+        failure: InternalError | None = None
         try:
             while self._turn():
                 pass
+        except RankLost as error:
+            _log.error("the engine ended: %s", error)
+            failure = RankLost(str(error))
         except Exception as error:  # noqa: BLE001 - the top of the engine's thread
             _log.exception("the engine thread died")
             failure = InternalError(f"the engine died: {type(error).__name__}: {error}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
 from twinpool.core.ports import Role, WorkerAudit, WorkerLoad
@@ -17,7 +17,7 @@ class WorkerService:
         worker_id: Told in audits.
         role: Told in audits.
         num_tickets: Tells how many reservations wait to be resumed.
-        num_transfers: Tells how many transfers are not over, in both directions.
+        num_transfers: Tells how many transfers are not over, in both directions and on all ranks.
         counters: Tells totals beside the engine's own; read with each status.
     """
 
@@ -28,7 +28,7 @@ class WorkerService:
         worker_id: str,
         role: Role,
         num_tickets: Callable[[], int],
-        num_transfers: Callable[[], int],
+        num_transfers: Callable[[], Awaitable[int]],
         counters: Callable[[], Mapping[str, int]],
     ) -> None:
         self._loop = loop
@@ -57,6 +57,6 @@ class WorkerService:
             role=self._role,
             blocks=books.blocks,
             tickets=self._num_tickets(),
-            transfers=self._num_transfers(),
+            transfers=await self._num_transfers(),
             sequences=books.sequences,
         )

@@ -78,6 +78,10 @@ class RankMeeting:
         """Return the ranks that are not ready."""
         return tuple(rank for rank, ready in self._attendance.ready.items() if not ready.done())
 
+    async def all_gone(self) -> None:
+        """Wait until no rank is on the line."""
+        await self._attendance.nobody.wait()
+
     async def stop(self) -> None:
         """Let every rank go."""
         await self._server.stop(0)
@@ -93,7 +97,10 @@ class _Attendance(rank_pb2_grpc.RanksServicer):
         self._num_ranks = num_ranks
         self._generation = generation
         self._group_address = group_address
-        self._here: set[int] = set()
+        self.nobody = asyncio.Event()
+        self.nobody.set()
+        self._came: set[int] = set()
+        self._num_here = 0
 
     async def Join(self, _messages: object, context: Context) -> None:
         async with one_call(context):
@@ -103,8 +110,7 @@ class _Attendance(rank_pb2_grpc.RanksServicer):
                 await context.write(rank_pb2.RankWelcome(group_address=self._group_address))
                 reason = await self._listen(rank, context, reason)
             finally:
-                if not self.lost.done():
-                    self.lost.set_result(RankLost(f"rank {rank}: {reason}"))
+                self._end(rank, reason)
 
     def _begin(self, hello: RankHello) -> int:
         """Take a rank in; each comes once.
@@ -118,10 +124,19 @@ class _Attendance(rank_pb2_grpc.RanksServicer):
         ):
             if theirs != ours:
                 raise ConfigError(f"rank {hello.rank}", f"{name} is {theirs} there and {ours} on rank 0")
-        if hello.rank in self._here:
+        if hello.rank in self._came:
             raise ConfigError(f"rank {hello.rank}", "it has joined already")
-        self._here.add(hello.rank)
+        self._came.add(hello.rank)
+        self._num_here += 1
+        self.nobody.clear()
         return hello.rank
+
+    def _end(self, rank: int, reason: str) -> None:
+        self._num_here -= 1
+        if not self._num_here:
+            self.nobody.set()
+        if not self.lost.done():
+            self.lost.set_result(RankLost(f"rank {rank}: {reason}"))
 
     async def _listen(self, rank: int, context: Context, reason: str) -> str:
         """Hear a rank out; return why it goes."""

@@ -26,11 +26,6 @@ from twinpool.rpc.serving import Context, bind, join_address, one_call
 ANSWER_TIMEOUT_S = 10.0  # a loss ends the worker, so a rank that is only busy gets some time
 
 
-def rank_name(worker_id: str, rank: int) -> str:
-    """Return what a rank is called in tokens and in errors."""
-    return f"{worker_id}/rank{rank}"
-
-
 class RankClient:
     """A RankPort over a connection of its own.
 
