@@ -6,7 +6,7 @@ streams of others by events, so that neither the engine nor its stream waits for
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -45,6 +45,7 @@ class Slots(Protocol):
     def release(self, number: int) -> None: ...
     def writing(self, number: int) -> AbstractContextManager[Any]: ...
     def on_stream(self) -> AbstractContextManager[Any]: ...
+    def begun(self) -> Callable[[], None]: ...
 
 
 class HostSlots:
@@ -117,6 +118,10 @@ class HostSlots:
         """Return what to wait for copies in, so that nobody else's stream waits."""
         return nullcontext()
 
+    def begun(self) -> Callable[[], None]:
+        """Return what blocks until the copies that were begun up to now are done."""
+        return lambda: None
+
 
 class DeviceSlots:
     """Slots on a GPU; the methods do what those of ``HostSlots`` do.  Never run on a GPU so far.
@@ -153,7 +158,7 @@ class DeviceSlots:
                 data = _on_host(payload) if source is None else source
                 self._rows[number, each.start : end].copy_(data, non_blocking=True)
                 checksums.append(each.frame.seal())
-            self.finish()
+            self.begun()()
         if not end:
             return StagedSlot((), (), tuple(checksums))
         return StagedSlot((Segment(0, end),), (self._rows[number, :end],), tuple(checksums))
@@ -176,11 +181,11 @@ class DeviceSlots:
     def on_stream(self) -> AbstractContextManager[Any]:
         return cast(AbstractContextManager[Any], torch.cuda.stream(self._stream))
 
-    def finish(self) -> None:
-        """Block, without spinning, until everything that was begun on the slots' stream is done."""
+    def begun(self) -> Callable[[], None]:
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         done.record(self._stream)
-        done.synchronize()
+        wait: Callable[[], None] = done.synchronize  # sleeps rather than spins
+        return wait
 
 
 def make_slots(rows: Tensor) -> Slots:

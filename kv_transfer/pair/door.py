@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import socket
 import ssl
 import struct
-import uuid
 from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
@@ -119,14 +119,29 @@ class TcpDoor:
 class LocalDoor:
     """A Unix socket without a file; only processes of the same user, in the same namespaces, get through.
 
-    Its address names the machine, so that a peer elsewhere knows that there is no way.
+    Its address is the machine, the name of the socket, and who listens there: a peer elsewhere knows that
+    there is no way.
+
+    Args:
+        config: An address of an earlier life says where to listen; anything else says nothing here.
+        identity: Of who listens.
+        is_reached: Tells of another one's identity whether there is a way to it.
+
+    Raises:
+        ConfigError: The address is taken.
     """
 
-    def __init__(self) -> None:
-        name = f"twinpool-{uuid.uuid4().hex}"
+    def __init__(self, config: TransferConfig, identity: str, is_reached: Callable[[str], bool]) -> None:
+        machine, _, rest = config.listen.partition("/")
+        name = rest.partition("/")[0] if machine == this_machine() else f"twinpool-{secrets.token_hex(16)}"
+        self._is_reached = is_reached
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(f"\0{name}")
-        self.address = f"{this_machine()}/{name}"
+        try:
+            self._socket.bind(f"\0{name}")
+        except OSError as error:
+            self._socket.close()
+            raise ConfigError("transfer.listen", f"{config.listen} cannot be bound: {error}") from error
+        self.address = f"{this_machine()}/{name}/{identity}"
         self._server: asyncio.Server | None = None
 
     async def listen(self, connected: Connected) -> None:
@@ -139,11 +154,12 @@ class LocalDoor:
         self._server = await asyncio.start_unix_server(check, sock=self._socket, backlog=_BACKLOG)
 
     def reaches(self, address: str) -> bool:
-        return address.partition("/")[0] == this_machine()
+        machine, _, identity = _parts(address)
+        return machine == this_machine() and self._is_reached(identity)
 
     async def connect(self, address: str) -> Control:
         try:
-            reader, writer = await asyncio.open_unix_connection(f"\0{address.partition('/')[2]}")
+            reader, writer = await asyncio.open_unix_connection(f"\0{_parts(address)[1]}")
         except OSError as error:
             raise TransferError(f"{address}: {error}") from None
         if not _is_own_user(writer):
@@ -153,6 +169,12 @@ class LocalDoor:
 
     def close(self) -> None:
         _close(self._server, self._socket)
+
+
+def _parts(address: str) -> tuple[str, str, str]:
+    machine, _, rest = address.partition("/")
+    name, _, identity = rest.partition("/")
+    return machine, name, identity
 
 
 @cache

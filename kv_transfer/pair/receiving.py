@@ -76,6 +76,9 @@ class ReceivingPair:
             self._control.say(Kind.REPLY, end_reply(error))
             await self._control.close(within_s=_LINGER_S)
             return
+        except BaseException:
+            self._control.cut()
+            raise
         work = _Work(lane, threads)
         jobs = (self._hear(work), self._begin_moves(work), self._deliver(work))
         tasks = [asyncio.ensure_future(job) for job in jobs]

@@ -35,6 +35,10 @@ _LOOK_EVERY_S = 0.25  # for a peer that is silent
 _LEAVE_S = 1.0  # for bytes that are under way when their transfer is given up
 
 
+class NoWay(TransferError):
+    """The peer has said why it and this rank cannot work together."""
+
+
 class SendingPair:
     """One peer, as long as it lives.
 
@@ -86,7 +90,7 @@ class SendingPair:
         self._control.say(Kind.GREETING, greeting_to_bytes(self._lane.offer, hello))
         message = await self._control.hear()
         if message.kind is not Kind.ANSWER:
-            raise self._foreign(message)
+            raise _as_no_way(self._foreign(message))
         answer = answer_from_bytes(message.body)
         loop = asyncio.get_running_loop()
 
@@ -179,7 +183,7 @@ class SendingPair:
         while (message := await self._control.hear()).kind is Kind.KEY:
             keys.received(message.body)
         if message.kind is not Kind.READY:
-            raise self._foreign(message)
+            raise _as_no_way(self._foreign(message))
 
     async def _hear(self) -> None:
         while True:
@@ -402,6 +406,11 @@ def _placed(batch: Iterable[_Queued]) -> Iterable[Placed]:
 def _stage(lane: SendLane, slot: int, placed: Sequence[Placed]) -> tuple[Staged, Move]:
     staged = lane.stage(slot, placed)
     return staged, lane.send(slot, staged) if staged.segments else NoMove()
+
+
+def _as_no_way(error: TransferError) -> TransferError:
+    """Tell what is wrong with the peer from what is wrong with a part."""
+    return NoWay(*error.args) if type(error) is TransferError else error
 
 
 def _reason(done: Iterable[asyncio.Task[None]], address: str) -> TransferError:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from kv_transfer.config import TransferConfig
@@ -17,7 +18,7 @@ from kv_transfer.pair.control import Control
 from kv_transfer.pair.door import Door
 from kv_transfer.pair.lane import Lanes
 from kv_transfer.pair.receiving import ReceivingPair
-from kv_transfer.pair.sending import PairChannel, SendingPair
+from kv_transfer.pair.sending import NoWay, PairChannel, SendingPair
 from kv_transfer.transport import FrameSink
 from twinpool.core.errors import TransferError, TransferRefused, TransferTimeout
 from twinpool.core.ticket import Endpoint
@@ -25,6 +26,7 @@ from twinpool.core.ticket import Endpoint
 _MOST_PAIRS = 32  # in each direction: each holds slots, threads, and what its library takes
 _MOST_STRANGERS = 64  # connections that have not said yet who they are
 _BUILD_S = 60.0  # the first use of a library between two machines may take many seconds
+_REFUSED_S = 10.0  # a peer that has said why there is no way to it is not asked again
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +54,8 @@ class PairTransport:
         self._to: dict[str, _Building] = {}  # by address, the one used last at the end
         self._from: dict[ReceivingPair, asyncio.Task[None]] = {}  # of no strangers
         self._tasks: set[asyncio.Task[None]] = set()
-        self._strangers: set[ReceivingPair] = set()
+        self._strangers: dict[ReceivingPair, asyncio.Task[None]] = {}
+        self._refusals: dict[str, _Refusal] = {}  # by peers that this rank cannot work with, by address
         self._is_closed = False
 
     @property
@@ -64,7 +67,7 @@ class PairTransport:
 
     async def start(self, sink: FrameSink) -> None:
         async def connected(control: Control) -> None:
-            if self._is_closed or len(self._strangers) >= _MOST_STRANGERS:
+            if self._is_closed:
                 control.cut()
             else:
                 pair = ReceivingPair(control, self._lanes, sink, self._config, self._name)
@@ -75,8 +78,14 @@ class PairTransport:
     async def open(self, peer: Endpoint, hello: Hello, *, timeout_s: float) -> PairChannel:
         try:
             async with asyncio.timeout(timeout_s):
-                pair = await self._pair_to(peer.address, hello)
-                return await self._open(pair, hello, timeout_s)
+                while True:
+                    is_kept = peer.address in self._to
+                    pair = await self._pair_to(peer.address, hello)
+                    try:
+                        return await self._open(pair, hello)
+                    except TransferError:
+                        if not (is_kept and pair.is_over):
+                            raise  # else it was over before anybody noticed; a new one may do
         except TimeoutError:
             raise TransferTimeout(f"no answer from {peer.address} in {timeout_s:g} s") from None
 
@@ -88,7 +97,7 @@ class PairTransport:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _open(self, pair: SendingPair, hello: Hello, timeout_s: float) -> PairChannel:
+    async def _open(self, pair: SendingPair, hello: Hello) -> PairChannel:
         channel = pair.open(hello)
         since_s = asyncio.get_running_loop().time()
         try:
@@ -112,6 +121,9 @@ class PairTransport:
     def _build(self, address: str, hello: Hello) -> _Building:
         if self._is_closed:
             raise TransferError("this worker has closed")
+        refusal = self._refusals.get(address)
+        if refusal is not None and asyncio.get_running_loop().time() < refusal.until_s:
+            raise TransferError(*refusal.error.args)
         self._make_room_to()
         building = self._to[address] = _Building(asyncio.get_running_loop().create_future())
         self._spawn(self._serve(address, hello, building), f"pair to {address}")
@@ -130,6 +142,9 @@ class PairTransport:
             await pair.run()
         except TimeoutError:
             building.fail(TransferTimeout(f"{address}: no way to it was found in {_BUILD_S:g} s"))
+        except NoWay as error:
+            self._note_refusal(address, error)
+            building.fail(error)
         except TransferError as error:
             building.fail(error)
         finally:
@@ -138,6 +153,11 @@ class PairTransport:
                 del self._to[address]
             if pair is not None:
                 await pair.close()
+
+    def _note_refusal(self, address: str, error: TransferError) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self._refusals = {name: kept for name, kept in self._refusals.items() if now_s < kept.until_s}
+        self._refusals[address] = _Refusal(error, now_s + _REFUSED_S)
 
     def _make_room_to(self) -> None:
         """End the pair that was idle for longest, if there are too many.
@@ -160,14 +180,16 @@ class PairTransport:
 
         def expected(pair: ReceivingPair) -> None:
             self._make_room_from()
-            self._strangers.discard(pair)
+            del self._strangers[pair]
             self._from[pair] = task
 
-        self._strangers.add(pair)
+        self._strangers[pair] = task
+        if len(self._strangers) > _MOST_STRANGERS:
+            next(iter(self._strangers.values())).cancel()  # it had the most time to say who it is
         try:
             await pair.run(expected=expected, build_s=_BUILD_S)
         finally:
-            self._strangers.discard(pair)
+            self._strangers.pop(pair, None)
             self._from.pop(pair, None)
 
     def _make_room_from(self) -> None:
@@ -214,6 +236,14 @@ class _Building:
         """Tell all who wait that it will not be; ignored if it is."""
         if not self.pair.done():
             self.pair.set_exception(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """What a peer said, for a while."""
+
+    error: TransferError
+    until_s: float
 
 
 def _too_many(number: int) -> TransferError:

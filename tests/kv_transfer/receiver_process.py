@@ -63,12 +63,17 @@ class ReceiverProcess:
 
 @asynccontextmanager
 async def receiver_process(
-    transport_name: str, *, listen: str = "", epoch: int = 1, num_transfers: int = 1
+    transport_name: str,
+    *,
+    listen: str = "",
+    epoch: int = 1,
+    num_transfers: int = 1,
+    module: str = __name__,
 ) -> AsyncIterator[ReceiverProcess]:
-    """Start one; it is killed when the block ends."""
+    """Start one; it is killed when the block ends.  ``module`` runs: this one, or one that ends in it."""
     arguments = (transport_name, listen, str(epoch), str(num_transfers))
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", __name__, *arguments, stdout=asyncio.subprocess.PIPE, cwd=REPOSITORY
+        sys.executable, "-m", module, *arguments, stdout=asyncio.subprocess.PIPE, cwd=REPOSITORY
     )
     try:
         tickets = [
