@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 
 from google.protobuf.message import DecodeError
 
 from kv_transfer.frame import Frame
+from kv_transfer.heap import fresh_bytes
 from kv_transfer.hello import Hello
 from kv_transfer.wire_errors import error_named
 from twinpool.core.errors import TransferDamaged, TransferError
@@ -97,8 +99,15 @@ def header_of(frames: Sequence[Frame]) -> bytes:
 
 
 def pack(frames: Sequence[Frame]) -> bytes:
-    """Return one message; copies each payload once."""
-    return b"".join([header_of(frames), *(view for frame in frames for view in frame.payload.views())])
+    """Return one message; copies each payload once, and seals frames where they have been copied to."""
+    guessed = [frame if frame.checksum is not None else replace(frame, checksum=1) for frame in frames]
+    start = len(header_of(guessed))
+    message, memory = fresh_bytes(start + sum(frame.payload.nbytes for frame in frames))
+    header = header_of(copied(frames, memory[start:]))
+    if len(header) != start:  # one of the checksums is 0, which takes no room
+        return header + memory[start:]
+    memory[:start] = header
+    return message
 
 
 def unpack(message: memoryview, hello: Hello) -> list[Frame]:
