@@ -22,7 +22,7 @@ from kv_transfer.lanes.nixl_agent import NixlAgent, NixlRead
 from kv_transfer.lanes.slots import StagedSlot, make_slots
 from kv_transfer.pair.greeting import bytes_in, number_in, shape_in, text_in
 from kv_transfer.pair.keys import KeyExchange
-from kv_transfer.pair.lane import Offer, Placed, Segment, SlotShape, end_of, slot_shape
+from kv_transfer.pair.lane import NoMove, Offer, Placed, Segment, SlotShape, end_of, slot_shape
 from twinpool.core.errors import TransferDamaged, TransferError, TransferTimeout
 from twinpool.core.ports import KVPayload
 
@@ -95,8 +95,8 @@ class NixlSendLane:
     def stage(self, slot: int, placed: Sequence[Placed]) -> StagedSlot:
         return self._slots.stage(slot, placed)
 
-    def send(self, slot: int, staged: StagedSlot) -> _Staged:
-        return _Staged()
+    def send(self, slot: int, staged: StagedSlot) -> NoMove:
+        return NoMove()  # it waits to be read
 
     def cut(self) -> None:
         """Do nothing: no call of this end waits for the peer."""
@@ -182,13 +182,6 @@ class NixlReceiveLane:
         )
         self._reads.add(read)
         return _Reading(self, read)
-
-
-class _Staged:
-    """A slot that waits to be read: nothing moves at this end."""
-
-    def wait(self) -> None:
-        return
 
 
 class _Reading:
