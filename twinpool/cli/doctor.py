@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 
+from kv_transfer.nccl import complaints, find_nccl, installed_packages
+
 _PACKAGES = (
     "twinpool",
     "torch",
@@ -36,6 +38,8 @@ _PACKAGES = (
 _COMPILERS = ("cc", "gcc", "g++", "clang", "nvcc", "ninja")
 _TORCH = """
 import json, torch
+from pathlib import Path
+maps = open("/proc/self/maps") if Path("/proc/self/maps").exists() else []
 cuda = torch.cuda.is_available()
 gpus = range(torch.cuda.device_count()) if cuda else []
 memory = {i: torch.cuda.mem_get_info(i) for i in gpus}
@@ -43,12 +47,19 @@ print(json.dumps({
     "version": torch.__version__,
     "built for CUDA": torch.version.cuda,
     "cpu capability": torch.backends.cpu.get_cpu_capability(),
-    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+    "built with NCCL": ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None,
+    "nccl in memory": "".join(line for line in maps if "libnccl" in line),
     "gpus": [{"name": torch.cuda.get_device_name(i), "free_bytes": memory[i][0], "total_bytes": memory[i][1]}
              for i in gpus],
 }))
 """
 _TORCH_LIMIT_S = 120.0
+_NCCL_VERSION = """
+import sys
+from pathlib import Path
+from kv_transfer.nccl import version_of
+print(version_of(Path(sys.argv[1])))
+"""
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -68,6 +79,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 def look(*, port: int) -> dict[str, Any]:
     """Return everything that was found, by topic."""
+    torch = _torch()
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -78,7 +90,8 @@ def look(*, port: int) -> dict[str, Any]:
             "total_bytes": psutil.virtual_memory().total,
         },
         "shm": _shm(),
-        "torch": _torch(),
+        "torch": torch,
+        "nccl": _nccl(torch.pop("nccl in memory", ""), torch.get("built with NCCL") or ""),
         "driver": _run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]),
         "compilers": {name: shutil.which(name) for name in _COMPILERS},
         "port": {"number": port, "is_free": _is_free(port)},
@@ -108,7 +121,7 @@ def judge(found: Mapping[str, Any]) -> dict[str, tuple[bool, str]]:
             f"{len(gpus)} GPUs"
             + (", each pool has its own" if len(gpus) > 1 else "; two workers share one with num_gpus: 0.5"),
         ),
-        "nccl": (torch.get("nccl") is not None, torch.get("nccl") or "not found; KV travels by gRPC"),
+        "nccl": _nccl_verdict(found["nccl"]),
         "port": (
             port["is_free"],
             f"{port['number']} is free" if port["is_free"] else f"{port['number']} is taken; use --port",
@@ -134,6 +147,26 @@ def _torch() -> dict[str, Any]:
         return {"error": "torch does not load"}
     found: dict[str, Any] = json.loads(text.splitlines()[-1])
     return found
+
+
+def _nccl(memory_map: str, built_with: str) -> dict[str, Any]:
+    """Return which NCCL a worker would use, which others there are, and what may be wrong with it."""
+    libraries = find_nccl(os.environ, memory_map=memory_map)
+    packages = {name: version for name, (version, _) in installed_packages().items()}
+    used = _run([sys.executable, "-c", _NCCL_VERSION, str(libraries[0].path)]) if libraries else None
+    return {
+        "version": used,
+        "files": [f"{library.path} ({library.source})" for library in libraries],
+        "packages": packages,
+        "complaints": complaints(libraries, packages=packages, used=used or "", built_with=built_with),
+    }
+
+
+def _nccl_verdict(nccl: Mapping[str, Any]) -> tuple[bool, str]:
+    if not nccl["files"]:
+        return False, "not found; KV travels without it"
+    said = f"{nccl['version'] or 'not usable'}, {nccl['files'][0]}"
+    return nccl["version"] is not None and not nccl["complaints"], "; ".join([said, *nccl["complaints"]])
 
 
 def _run(command: list[str], *, timeout_s: float = 20.0) -> str | None:

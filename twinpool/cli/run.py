@@ -51,6 +51,7 @@ def worker(args: argparse.Namespace) -> int:
     if args.print_config:
         print(to_yaml(config), end="")
         return 0
+    from kv_transfer.nccl import preload
     from twinpool.checkpoints.resolve import resolve_model, served_name
     from twinpool.cluster.child import threads_of
     from twinpool.core.errors import InternalError
@@ -60,6 +61,7 @@ def worker(args: argparse.Namespace) -> int:
     config = replace(config, model=str(folder), model_name=config.model_name or served_name(config.model))
     # Libraries read it when they are loaded.
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_of(config)))
+    preload(os.environ)
     from twinpool.cluster.failure import describe_failure
     from twinpool.cluster.worker import run_worker
 

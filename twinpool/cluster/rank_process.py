@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+from kv_transfer.nccl import preload
 from twinpool.cluster.child_main import Report, Watch, run_child
 from twinpool.cluster.config import RankSpec
 
@@ -12,6 +15,7 @@ def main() -> None:
 
 
 def _run(spec: RankSpec, report: Report, watch: Watch) -> int:
+    preload(os.environ)
     from twinpool.cluster.rank import run_rank
 
     return run_rank(spec, report=report, watch=watch)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+from kv_transfer.nccl import preload
 from twinpool.cluster.child_main import Report, Watch, run_child
 from twinpool.cluster.config import WorkerConfig
 
@@ -12,6 +15,7 @@ def main() -> None:
 
 
 def _run(config: WorkerConfig, report: Report, watch: Watch) -> int:
+    preload(os.environ)
     from twinpool.cluster.worker import run_worker
 
     return run_worker(config, report=report, watch=watch)
