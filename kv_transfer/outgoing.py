@@ -174,6 +174,8 @@ class OutgoingPart:
                 frames.append(self._read(layer, first_token, num_tokens))
                 self._sent[layer] += num_tokens
                 room_tokens -= num_tokens
+                if not room_tokens:
+                    break
         return frames
 
     def _ready(self, layer: int) -> int:

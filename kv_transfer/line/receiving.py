@@ -131,4 +131,5 @@ class _Intake:
 
 
 async def _grant(num_bytes: int) -> None:
-    """Do nothing: a sender's credit are the slots it has."""
+    """Let others go on: a whole message has been copied.  The sender's credit are its slots."""
+    await asyncio.sleep(0)

@@ -74,6 +74,7 @@ class SendingLine(WordProtocol):
         header = frame_headers(copied(frames, self._segment.view(slot, size)))
         self._lent.add(slot)
         self.say(Word(What.MESSAGE, channel.number, slot, size, header))
+        await asyncio.sleep(0)  # others have waited for a whole message to be copied
 
     def on_word(self, word: Word) -> None:
         channel = self._channels.get(word.channel)  # None: the sender gave up in the meantime

@@ -33,6 +33,7 @@ class ByteStream:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
+        self._file = end.fileno()
         self._loop = asyncio.get_running_loop()
         self._lost: StreamLost | None = None
         self._target = memoryview(b"")  # what is still to be read
@@ -41,7 +42,8 @@ class ByteStream:
         self._is_torn = False
         self._on_unexpected: Callable[[], object] | None = None
         self._unsent: deque[memoryview] = deque()
-        self._sending: asyncio.Future[None] | None = None  # while the peer takes nothing
+        self._is_blocked = False  # the peer takes nothing now
+        self._sending: asyncio.Future[None] | None = None  # until everything has gone
         self._unsendable: StreamLost | None = None
 
     @property
@@ -132,7 +134,7 @@ class ByteStream:
     def _watch(self) -> None:
         if not self._is_watching and self._lost is None:
             self._is_watching = True
-            self._loop.add_reader(self._end, self._on_readable)
+            self._loop.add_reader(self._file, self._on_readable)
 
     def _on_readable(self) -> None:
         if self._reading is not None:
@@ -141,7 +143,7 @@ class ByteStream:
                 self._reading.set_result(None)
         elif self._on_unexpected is None:  # what has come waits for somebody to read it
             self._is_watching = False
-            self._loop.remove_reader(self._end)
+            self._loop.remove_reader(self._file)
         else:
             self._target = memoryview(bytearray(1))
             self._read_on()
@@ -165,15 +167,13 @@ class ByteStream:
             while self._unsent:
                 num_bytes = self._send()
                 if num_bytes is None:
-                    self._loop.add_writer(self._end, self._write_on)
+                    self._block()
                     return
                 self._note_sent(num_bytes)
         except OSError as error:  # what the peer said before it left can still be read
             self._unsendable = StreamLost(str(error))
             self._unsent.clear()
-        if self._lost is None:
-            self._loop.remove_writer(self._end)
-        self._note_drained()
+        self._unblock()
 
     def _note_sent(self, num_bytes: int) -> None:
         while num_bytes:
@@ -184,7 +184,15 @@ class ByteStream:
             num_bytes -= len(view)
             self._unsent.popleft()
 
-    def _note_drained(self) -> None:
+    def _block(self) -> None:
+        if not self._is_blocked:
+            self._is_blocked = True
+            self._loop.add_writer(self._file, self._write_on)
+
+    def _unblock(self) -> None:
+        if self._is_blocked:
+            self._is_blocked = False
+            self._loop.remove_writer(self._file)
         if self._sending is not None:
             self._sending.set_result(None)
             self._sending = None
@@ -193,11 +201,10 @@ class ByteStream:
         if self._lost is not None:
             return
         self._lost = error
-        self._loop.remove_reader(self._end)
-        self._loop.remove_writer(self._end)
-        self._end.close()
+        self._loop.remove_reader(self._file)
         self._unsent.clear()
-        self._note_drained()
+        self._unblock()
+        self._end.close()
         if self._reading is not None and not self._reading.done():
             self._reading.set_result(None)
 

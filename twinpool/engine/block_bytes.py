@@ -29,17 +29,20 @@ class BlockPayload:
     def __init__(self, layer: Bytes, part: KVRange) -> None:
         self._layer = layer
         self._part = part
+        self._views: tuple[memoryview, ...] = ()
         self.nbytes = 2 * part.num_tokens * layer.shape[3]
 
     def views(self) -> tuple[memoryview, ...]:
-        _, _, block_tokens, width = self._layer.shape
-        slots = self._layer.reshape(2, -1, width)
-        pieces = list(runs(self._part, block_tokens))
-        return tuple(
-            slots[side, slot : slot + end - start].data.cast("B")
-            for side in (0, 1)
-            for start, end, slot in pieces
-        )
+        if not self._views:
+            _, _, block_tokens, width = self._layer.shape
+            slots = self._layer.reshape(2, -1, width)
+            pieces = list(runs(self._part, block_tokens))
+            self._views = tuple(
+                slots[side, slot : slot + end - start].data.cast("B")
+                for side in (0, 1)
+                for start, end, slot in pieces
+            )
+        return self._views
 
     def tensor(self) -> None:
         return None
