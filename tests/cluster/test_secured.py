@@ -414,3 +414,15 @@ def _listening(process: psutil.Process) -> list[int]:
         for connection in process.net_connections(kind="inet")
         if connection.status == psutil.CONN_LISTEN
     ]
+
+
+def test_workers_that_serve_starts_take_their_certificates(model: Path, certs: Path) -> None:
+    with serving(model, "--prefill", "1", "--decode", "1", "--certs", str(certs)) as server:
+        assert server.answer()
+        assert server.client.get("/admin/deployment")["security"] == "secret and certificates"
+        told = [
+            text
+            for process in (psutil.Process(server.process.pid), *server.descendants())
+            for text in (*process.cmdline(), *process.environ().values())
+        ]
+        assert (certs / "secret").read_text().strip() not in told
