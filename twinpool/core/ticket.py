@@ -39,16 +39,15 @@ class KVTicket:
 
     def signed(self, secret: Secret) -> KVTicket:
         """Return the ticket with its signature."""
-        return replace(self, signature=secret.sign(*self._signed_fields()))
+        return replace(self, signature=secret.sign("ticket", *self._signed_fields()))
 
     def is_signed_by(self, secret: Secret) -> bool:
         """Return whether a holder of ``secret`` made this ticket, just so."""
-        return secret.is_signed(self.signature, *self._signed_fields())
+        return secret.is_signed(self.signature, "ticket", *self._signed_fields())
 
-    def _signed_fields(self) -> tuple[str, *tuple[str | int | float, ...]]:
+    def _signed_fields(self) -> tuple[str | int | float, ...]:
         layout = self.layout
         return (
-            "ticket",
             self.transfer_id,
             self.epoch,
             self.request_id,
