@@ -70,8 +70,8 @@ async def start_ends(
     Args:
         store: The rank's KV pool.
         clock: Of leases and deadlines.
-        config: Where ``listen`` is ``HOST:PORT`` with a port above 0, the n-th transport listens on PORT + n, and
-            those of the next rank on the ports behind them.
+        config: Where ``listen`` is ``HOST:PORT`` with a port above 0, the n-th transport listens on PORT + n,
+            and those of the next rank on the ports behind them.
         identity: Of the rank.
         names: Of transports, best first.
         hub: Where workers of one process find each other.

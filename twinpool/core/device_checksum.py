@@ -16,10 +16,10 @@ _STEP = 2 * 0x1E3779B97F4A7C15  # between the weights of two neighbours; even, s
 def device_checksum(data: Any, identity: bytes) -> int:
     """Return 64 bits over ``identity`` and the bytes of a one-dimensional uint8 tensor.
 
-    The sum, modulo 2**64, of every 8 bytes (little endian; the tail is padded with zeros) as a number times an
-    odd weight of its place, mixed with the length and XXH3-64 of ``identity``.  An odd weight is invertible, so
-    a change within one place is always noticed; two places weigh differently, so swapped ones are too, unless
-    their difference times that of the weights is a multiple of 2**64.
+    The sum, modulo 2**64, of every 8 bytes (little endian; the tail is padded with zeros) as a number times
+    an odd weight of its place, mixed with the length and XXH3-64 of ``identity``.  An odd weight is
+    invertible, so a change within one place is always noticed; two places weigh differently, so swapped ones
+    are too, unless their difference times that of the weights is a multiple of 2**64.
     """
     num_bytes = data.shape[0]
     num_words = -(-num_bytes // 8)

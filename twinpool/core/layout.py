@@ -72,8 +72,8 @@ class KVLayout:
 def wire_bytes(wire: str, *, num_tokens: int, num_heads: int, head_dim: int) -> int:
     """Return the bytes of ``[2, num_tokens, num_heads, head_dim]`` elements in a wire format.
 
-    ``int8`` is ``[2, num_tokens, num_heads, head_dim]`` int8 followed by ``[2, num_tokens, num_heads]`` float32:
-    an element is its int8 times the scale of its token, side and head.
+    ``int8`` is ``[2, num_tokens, num_heads, head_dim]`` int8, then ``[2, num_tokens, num_heads]`` float32: an
+    element is its int8 times the scale of its token, side and head.
     """
     num_rows = 2 * num_tokens * num_heads
     if wire == COMPACT:

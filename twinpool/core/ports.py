@@ -172,7 +172,7 @@ class KVPayload(Protocol):
         ...
 
     def checksum(self, identity: bytes) -> int:
-        """Return 64 bits over ``identity`` and the bytes: XXH3 in host memory, `device_checksum` elsewhere."""
+        """Return 64 bits over ``identity`` and the bytes: XXH3, or `device_checksum` off the host."""
         ...
 
 
