@@ -32,7 +32,7 @@ class NumpyStore:
         return self
 
     def sequence(self, blocks: Sequence[int], *, first_token: int = 0, num_tokens: int) -> np.ndarray:
-        """Return tokens ``[first_token, num_tokens)`` of all layers: ``[layers, 2, tokens, heads, bytes]``."""
+        """Return tokens ``[first_token, num_tokens)``: ``[layers, 2, tokens, heads, bytes]``."""
         slots = self._slots(blocks, first_token, num_tokens - first_token)
         return self._flat()[:, :, slots].copy()
 
