@@ -54,6 +54,15 @@ def test_what_is_printed_can_stand_in_a_file(capsys: pytest.CaptureFixture[str],
     assert printed(capsys, "serve", "--config", str(file)) == text
 
 
+def test_each_pool_has_its_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--prefill-tensor-parallel", "2", "--decode-tensor-parallel", "4")
+
+    pools = resolved(capsys, *options, "--set", "pools.decode.block_tokens=32").pools
+
+    assert (pools.prefill.tensor_parallel, pools.decode.tensor_parallel) == (2, 4)
+    assert (pools.prefill.workers, pools.decode.workers, pools.decode.block_tokens) == (1, 1, 32)
+
+
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
 def test_colocated_and_disaggregated_differ_in_the_number_of_workers_alone(
     capsys: pytest.CaptureFixture[str], num_workers: int

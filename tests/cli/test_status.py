@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -40,6 +41,25 @@ def test_a_worker_is_shown_with_the_transport_that_its_kv_took_last(
         {line[0]: line[-1] for line in lines if line[:1] in (["p0"], ["d0"])} for lines in (before, after)
     ]
     assert rows == [{"p0": "-", "d0": "-"}, {"p0": "shm", "d0": "shm"}]
+
+
+def test_ranks_are_shown_where_a_worker_has_several(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    prefill, decode = DISAGGREGATED
+    split = replace(decode, layout=replace(decode.layout, tp_size=2), ranks=decode.ranks * 2)
+    site = Site(HTTPConfig(port=0), workers=(prefill, split))
+    try:
+        lines = shown(site, capsys)
+    finally:
+        site.close()
+
+    assert [line[:3] for line in lines if line[:1] in (["worker"], ["p0"], ["d0"])] == [
+        ["worker", "role", "ranks"],
+        ["p0", "prefill", "1"],
+        ["d0", "decode", "2"],
+    ]
 
 
 def test_where_it_is_narrow_the_transports_are_left_out_and_the_worker_ids_are_whole(

@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tp(size: int, *options: str) -> Sequence[str]:
-    return ("--set", f"tensor_parallel={size}", *MEMORY, *options)
+    return ("--tensor-parallel", str(size), *MEMORY, *options)
 
 
 def asks_of_all_lengths() -> list[Ask]:
@@ -198,7 +198,7 @@ def test_a_rank_that_is_asked_to_end_lets_its_worker_finish(pairs: ByHand) -> No
     ("own", "problem"),
     [
         (tp(3), "tensor_parallel: 3 ranks"),
-        (("--set", "tensor_parallel=2", "--kv-memory", "2KiB"), "--kv-memory: 1024 bytes hold 0 blocks of"),
+        (("--tensor-parallel", "2", "--kv-memory", "2KiB"), "--kv-memory: 1024 bytes hold 0 blocks of"),
     ],
 )
 def test_what_ranks_cannot_do_is_told_in_one_line(
@@ -235,7 +235,7 @@ def test_three_ranks_of_a_real_model_give_its_tokens(tmp_path: Path) -> None:
 
 
 def test_ray_starts_replaces_and_ends_all_ranks_of_a_worker(model: Path) -> None:
-    with serving(model, "--set", "pools.decode.tensor_parallel=2") as server:
+    with serving(model, "--decode-tensor-parallel", "2") as server:
         caller = Caller(server.client)
         ask = Ask(prompt="hello", max_tokens=8)
         caller.learn([ask])

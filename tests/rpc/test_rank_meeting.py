@@ -207,6 +207,18 @@ def test_a_rank_that_is_ready_twice_is_lost() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("address", ["10.0.0.9:1", "unix:/tmp/x", "127.0.0.1:1,10.0.0.9:1"])
+def test_a_rank_that_wants_to_be_called_elsewhere_is_lost(address: str) -> None:
+    async def run() -> None:
+        async with meeting() as m, joined(m, hello(1)) as first:
+            await first.ready(RankReady(address=address, endpoints=()))
+
+            assert "rank 1" in str(await m.lost())
+            assert m.missing() == (1, 2)
+
+    asyncio.run(run())
+
+
 def test_a_stream_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_meeting, "_HELLO_TIMEOUT_S", 0.1)
 

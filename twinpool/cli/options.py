@@ -19,6 +19,9 @@ def add_deployment(command: argparse.ArgumentParser) -> None:
     _set(pools, ("--prefill", "pools.prefill.workers", int, "N", "prefill workers (default: 1)"))
     _set(pools, ("--decode", "pools.decode.workers", int, "N", "decode workers (default: 1)"))
     _set(pools, ("--colocated", "pools.colocated.workers", int, "N", "workers that do both, instead"))
+    for role in ("prefill", "decode", "colocated"):
+        path, about = f"pools.{role}.tensor_parallel", f"ranks of each {role} worker (default: 1)"
+        _set(pools, (f"--{role}-tensor-parallel", path, int, "N", about))
     _set(pools, ("--placement", "placement", str, "PACK|SPREAD", "of a pool's workers on the machines"))
     _set(pools, ("--ray-address", "ray_address", str, "ADDR", "a running Ray; none starts one here"))
     _set(pools, ("--join-host", "join_host", str, "HOST", "where workers find the router (127.0.0.1)"))
@@ -49,6 +52,7 @@ def add_worker(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("worker")
     _set(group, ("--role", "role", str, "ROLE", "prefill, decode or colocated"))
     _set(group, ("--join", "join", str, "HOST:PORT", "the router's registry"))
+    _set(group, ("--tensor-parallel", "tensor_parallel", int, "N", "ranks, all on this machine (default: 1)"))
     _set(group, ("--host", "host", str, "HOST", "address that the others reach (default: 127.0.0.1)"))
     _set(group, ("--port", "port", int, "PORT", "of the worker's services (default: a free one)"))
     _set(group, ("--worker-id", "worker_id", str, "ID", "unlike any other's (default: role, host, pid)"))

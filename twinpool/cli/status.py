@@ -61,6 +61,7 @@ def _table(
     names = (
         "worker",
         "role",
+        "ranks",
         "state",
         "pid",
         "running",
@@ -73,11 +74,14 @@ def _table(
     rows = []
     for worker in workers:
         blocks = books.get(worker["id"], {}).get("blocks")
-        told = (worker[name] for name in ("id", "role", "state", "pid", "running", "queued"))
+        told = (worker[name] for name in ("state", "pid", "running", "queued"))
         free = f"{blocks['free'] + blocks['cached']}/{blocks['total']}" if blocks else "?"
         failed = str(failures.get(worker["id"], 0))
-        rows.append([*map(str, told), free, failed, worker["host"], ways[worker["id"]]])
+        who = (worker["id"], worker["role"], str(len(worker["ranks"])))
+        rows.append([*who, *map(str, told), free, failed, worker["host"], ways[worker["id"]]])
     columns = {name: cells for name, *cells in zip(names, *rows, strict=True)}
+    if set(columns["ranks"]) <= {"1"}:
+        del columns["ranks"]
     widths = {name: max(map(len, (name, *cells))) for name, cells in columns.items()}
     if sum(widths.values()) + 2 * len(widths) > width:
         del columns["KV by"]

@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc.aio
 
+from twinpool.core.doors import check_peer_address
 from twinpool.core.errors import ConfigError, InvalidRequest, RankLost
 from twinpool.core.rank_port import RankHello, RankReady
 from twinpool.core.security import Trust
@@ -49,7 +50,7 @@ class RankMeeting:
             interceptors=[door],
             options=server_options(max_receive_bytes=MAX_JOIN_BYTES, max_send_bytes=MAX_JOIN_BYTES),
         )
-        self._attendance = _Attendance(num_ranks, generation, group_address)
+        self._attendance = _Attendance(num_ranks, generation, group_address, door.trust)
         rank_pb2_grpc.add_RanksServicer_to_server(self._attendance, self._server)  # type: ignore[no-untyped-call]
         self._host = host
         self._port = bind(self._server, host, 0, door.trust)
@@ -88,7 +89,7 @@ class RankMeeting:
 
 
 class _Attendance(rank_pb2_grpc.RanksServicer):
-    def __init__(self, num_ranks: int, generation: int, group_address: str) -> None:
+    def __init__(self, num_ranks: int, generation: int, group_address: str, trust: Trust) -> None:
         loop = asyncio.get_running_loop()
         self.ready: dict[int, asyncio.Future[RankReady]] = {
             rank: loop.create_future() for rank in range(1, num_ranks)
@@ -97,6 +98,7 @@ class _Attendance(rank_pb2_grpc.RanksServicer):
         self._num_ranks = num_ranks
         self._generation = generation
         self._group_address = group_address
+        self._trust = trust
         self.nobody = asyncio.Event()
         self.nobody.set()
         self._came: set[int] = set()
@@ -144,7 +146,9 @@ class _Attendance(rank_pb2_grpc.RanksServicer):
             if message.HasField("failure"):
                 reason = message.failure.reason[:MAX_TEXT_CHARS]
             elif message.HasField("ready") and not self.ready[rank].done():
-                self.ready[rank].set_result(rank_codec.ready_from_pb(message.ready))
+                ready = rank_codec.ready_from_pb(message.ready)
+                check_peer_address(f"rank {rank}", ready.address, self._trust)
+                self.ready[rank].set_result(ready)
             else:
                 raise InvalidRequest("message", "a rank is ready once, and fails once")
         return reason
