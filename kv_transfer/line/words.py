@@ -88,7 +88,7 @@ class WordProtocol(asyncio.Protocol):
         try:
             self._act()
         except TransferDamaged as error:
-            _log.warning("a peer on this host is cut off: %s", error)
+            _log.warning("a peer on this host is cut off: %s", str(error))  # whoever keeps it keeps no frames
             self.cut()
 
     def connection_lost(self, error: Exception | None) -> None:
