@@ -13,12 +13,13 @@ import base64
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kv_transfer.config import TransferConfig
-from kv_transfer.lanes.nixl_agent import NixlAgent, NixlRead
+from kv_transfer.lanes.nixl_agent import NixlAgent, Region, nixl_version
 from kv_transfer.lanes.slots import StagedSlot, make_slots
 from kv_transfer.pair.greeting import bytes_in, number_in, shape_in, text_in
 from kv_transfer.pair.keys import KeyExchange
@@ -36,26 +37,31 @@ class NixlLanes:
 
     Args:
         config: Credit and deadlines.
-        agent: Of this transport; closed by its owner.
+        agent: Of all its senders; closed by its owner.
+        net_devices: What the receivers may use of the network, in UCX's words; empty: whatever there is.
     """
 
-    def __init__(self, config: TransferConfig, agent: NixlAgent) -> None:
+    def __init__(self, config: TransferConfig, agent: NixlAgent, *, net_devices: str) -> None:
         has_gpu = torch.cuda.is_available()
         self.moves_tensors = has_gpu
         self._device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
         self._config = config
         self._agent = agent
+        self._net_devices = net_devices
+        self._version = nixl_version()
 
     def to_peer(self, local_host: str) -> NixlSendLane:
         shape = slot_shape(self._config.credit_bytes)
-        return NixlSendLane(self._agent, shape, self._rows(shape))
+        return NixlSendLane(self._agent, shape, self._rows(shape), version=self._version)
 
     def from_peer(self, offer: Offer, *, sender_id: str, local_host: str) -> NixlReceiveLane:
-        for name, own in (("nixl", self._agent.version), ("device", self._device.type)):
+        for name, own in (("nixl", self._version), ("device", self._device.type)):
             theirs = text_in(offer, name)
             if theirs != own:
                 raise TransferError(f"{name}: this worker has {own}, {sender_id} has {theirs}")
-        return NixlReceiveLane(self._agent, offer, self._rows(shape_in(offer)), stall_s=self._config.lease_s)
+        return NixlReceiveLane(
+            offer, self._rows(shape_in(offer)), net_devices=self._net_devices, stall_s=self._config.lease_s
+        )
 
     def _rows(self, shape: SlotShape) -> Tensor:
         return torch.empty((shape.num_slots, shape.slot_bytes), dtype=torch.uint8, device=self._device)
@@ -68,9 +74,10 @@ class NixlSendLane:
         agent: Of this transport.
         shape: Of the slots.
         rows: The slots.
+        version: Of NIXL.
     """
 
-    def __init__(self, agent: NixlAgent, shape: SlotShape, rows: Tensor) -> None:
+    def __init__(self, agent: NixlAgent, shape: SlotShape, rows: Tensor, *, version: str) -> None:
         nonce = secrets.token_bytes(_NONCE_BYTES)
         rows[0, :_NONCE_BYTES] = torch.frombuffer(bytearray(nonce), dtype=torch.uint8)
         self._agent = agent
@@ -78,7 +85,7 @@ class NixlSendLane:
         self._region = agent.register(rows)
         self.shape = shape
         self.offer: Offer = {
-            "nixl": agent.version,
+            "nixl": version,
             "device": rows.device.type,
             **shape.offer(),
             "introduction": base64.b64encode(self._region.introduction).decode(),
@@ -108,32 +115,35 @@ class NixlSendLane:
 class NixlReceiveLane:
     """The receiver's end: reads, and knows when that is done.
 
+    It has a UCX of its own, since UCX never gives up a connection, and one that failed fails for all.
+
     Args:
-        agent: Of this transport.
         offer: Of the sender.
         rows: Slots, as many and as large as the sender's.
+        net_devices: See ``NixlLanes``.
         stall_s: A read that takes longer has failed.
 
     Raises:
         TransferDamaged: The offer does not say what it must.
     """
 
-    def __init__(self, agent: NixlAgent, offer: Offer, rows: Tensor, *, stall_s: float) -> None:
+    def __init__(self, offer: Offer, rows: Tensor, *, net_devices: str, stall_s: float) -> None:
         self._introduction = _introduction_in(offer)
         self._their_address = number_in(offer, "address", most=_MOST_ADDRESS)
         self._nonce = bytes_in(offer, "nonce", num_bytes=_NONCE_BYTES)
-        self._agent = agent
+        self._net_devices = net_devices
         self._stall_s = stall_s
+        self._rows = rows
         self._slots = make_slots(rows)
-        self._region = agent.register(rows)
-        self._peer = ""
-        self._reads: set[NixlRead] = set()
+        self._reader: _Reader | None = None
         self._is_cut = False
         self.shape = shape_in(offer)
-        self.answer: Offer = {"nixl": agent.version}
+        self.answer: Offer = {}
 
     def connect(self, keys: KeyExchange) -> None:
-        self._peer = self._agent.meet(self._introduction)
+        agent = NixlAgent(net_devices=self._net_devices)
+        self._reader = reader = _Reader(agent, agent.register(self._rows))
+        reader.peer = agent.meet(self._introduction)
         self._read(0, 0, _NONCE_BYTES).wait()
         if bytes(self._slots.slot(0, Segment(0, _NONCE_BYTES)).cpu().numpy()) != self._nonce:
             raise TransferError("somebody else than the peer is at the other end")
@@ -152,42 +162,51 @@ class NixlReceiveLane:
         self._is_cut = True
 
     def close(self) -> None:
-        for read in self._reads:
-            self._agent.end(read, self._region)
-        self._agent.forget(self._region)
-        if self._peer:
-            self._agent.leave(self._peer)
+        if self._reader is not None:
+            self._reader.agent.close()
+            self._reader = None
 
-    def wait_for(self, read: NixlRead) -> None:
+    def wait_for(self, read: int) -> None:
         """Block until a read is done; it is of no more use after the return.
 
         Raises:
             TransferError: It failed, or the lane was cut.
         """
+        assert self._reader is not None, "connected before"
+        agent = self._reader.agent
         end_s, pause_s = time.monotonic() + self._stall_s, _SHORTEST_PAUSE_S
-        while not self._agent.is_done(read):
+        while not agent.is_done(read):
             if self._is_cut:
                 raise TransferError("the way to the peer was cut")
             if time.monotonic() > end_s:
                 raise TransferTimeout(f"staged bytes could not be read in {self._stall_s:g} s")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        self._reads.remove(read)
-        self._agent.end(read, self._region)
+        agent.end(read)
 
     def _read(self, their_slot: int, slot: int, num_bytes: int) -> _Reading:
+        assert self._reader is not None, "connected before"
         size = self.shape.slot_bytes
-        read = self._agent.read(
-            self._peer, self._their_address + their_slot * size, self._region, slot * size, num_bytes
+        address = self._their_address + their_slot * size
+        read = self._reader.agent.read(
+            self._reader.peer, address, self._reader.region, slot * size, num_bytes
         )
-        self._reads.add(read)
         return _Reading(self, read)
+
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """What reads, once there is something to be read."""
+
+    agent: NixlAgent
+    region: Region
+    peer: str = ""
 
 
 class _Reading:
     """A slot that is being read."""
 
-    def __init__(self, lane: NixlReceiveLane, read: NixlRead) -> None:
+    def __init__(self, lane: NixlReceiveLane, read: int) -> None:
         self._lane = lane
         self._read = read
 

@@ -1,4 +1,4 @@
-"""One process's access to NIXL, NVIDIA's transfer library, with UCX under it; nobody else speaks to it.
+"""Access to NIXL, NVIDIA's transfer library, with UCX under it; nobody else speaks to it.
 
 Uses its C++ bindings as they are: the Python class around them makes UCX's progress thread poll without a
 pause, a core for each agent, and serialises with pickle.
@@ -7,7 +7,6 @@ pause, a core for each agent, and serialises with pickle.
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +26,11 @@ _WAKE_US = 100_000  # how often UCX looks around although nothing woke it
 def nixl_package() -> str:
     """Return the package to use; empty if none is installed."""
     return next((name for name in _PACKAGES if find_spec(name) is not None), "")
+
+
+def nixl_version() -> str:
+    """Return the version of that package."""
+    return metadata.version(nixl_package())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,22 +55,17 @@ class Region:
 
 
 class NixlAgent:
-    """For any thread.
+    """One instance of UCX, with its thread and its connections.  For any thread.
 
     Args:
         net_devices: What UCX may use of the network, in its own words; empty: whatever there is.
-
-    Attributes:
-        version: Of NIXL.
 
     Raises:
         TransferError: UCX cannot start.
     """
 
     def __init__(self, *, net_devices: str = "") -> None:
-        package = nixl_package()
-        self.version = metadata.version(package)
-        self._nixl = import_module(f"{package}._bindings")
+        self._nixl = import_module(f"{nixl_package()}._bindings")
         own_errors = (value for name, value in vars(self._nixl).items() if name.endswith("Error"))
         self._errors: tuple[type[Exception], ...] = (*own_errors, RuntimeError, ValueError)
         config = self._nixl.nixlAgentConfig()
@@ -78,9 +77,6 @@ class NixlAgent:
         with self._told_as_transfer_error("UCX cannot start"):
             self._agent = self._nixl.nixlAgent(f"twinpool-{secrets.token_hex(16)}", config)
             self._agent.createBackend("UCX", options)
-        self._peers: dict[str, int] = {}  # how many lanes need each
-        self._stuck: list[tuple[NixlRead, Region]] = []  # memory that may still be written
-        self._lock = threading.Lock()
 
     def register(self, memory: Tensor) -> Region:
         """Let UCX move bytes from and to a contiguous tensor of uint8, until ``forget``."""
@@ -97,28 +93,22 @@ class NixlAgent:
             self._agent.deregisterMem(region.descriptors, [])
 
     def meet(self, introduction: bytes) -> str:
-        """Get to know a peer's region, and return the name of the peer; ``leave`` it later.
+        """Get to know a peer's region; return the name of the peer.
+
+        UCX keeps its connections to a peer until the agent is closed.
 
         Raises:
             TransferError: It is no introduction, or contradicts an earlier one.
         """
-        with self._lock, self._told_as_transfer_error("the peer's introduction cannot be used"):
+        with self._told_as_transfer_error("the peer's introduction cannot be used"):
             peer: bytes | str = self._agent.loadRemoteMD(introduction)
-            name = peer.decode() if isinstance(peer, bytes) else peer
-            self._peers[name] = self._peers.get(name, 0) + 1
-        return name
+            return peer.decode() if isinstance(peer, bytes) else peer
 
-    def leave(self, peer: str) -> None:
-        """Forget a peer when it was left as often as it was met."""
-        with self._lock:
-            self._peers[peer] -= 1
-            if not self._peers[peer]:
-                del self._peers[peer]
-                with suppress(*self._errors):
-                    self._agent.invalidateRemoteMD(peer)
-
-    def read(self, peer: str, address: int, region: Region, start: int, num_bytes: int) -> NixlRead:
+    def read(self, peer: str, address: int, region: Region, start: int, num_bytes: int) -> int:
         """Begin to copy a peer's bytes, in memory of the same kind, into a region; may block for the copy.
+
+        Returns:
+            The read, for ``is_done`` and ``end``.
 
         Raises:
             TransferError: The peer is gone, or has no such bytes.
@@ -126,7 +116,7 @@ class NixlAgent:
         kind = self._kind(region.memory)
         own = region.part(start, num_bytes)
         with self._told_as_transfer_error("the peer's bytes cannot be read"):
-            handle = self._agent.createXferReq(
+            read: int = self._agent.createXferReq(
                 self._nixl.NIXL_READ,
                 self._nixl.nixlXferDList(kind, [own]),
                 self._nixl.nixlXferDList(kind, [(address, num_bytes, own[2])]),
@@ -134,40 +124,33 @@ class NixlAgent:
                 b"",
                 [],
             )
-            read = NixlRead(self, handle)
             try:
-                self._agent.postXferReq(handle, b"")
+                self._agent.postXferReq(read, b"")
             except self._errors:
-                self.end(read, region)
+                self.end(read)
                 raise
         return read
 
-    def is_done(self, read: NixlRead) -> bool:
+    def is_done(self, read: int) -> bool:
         """Return whether all bytes are there.
 
         Raises:
             TransferError: They will not come.
         """
         with self._told_as_transfer_error("the peer's bytes cannot be read"):
-            status = self._agent.getXferStatus(read.handle)
+            status = self._agent.getXferStatus(read)
         if status not in (self._nixl.NIXL_SUCCESS, self._nixl.NIXL_IN_PROG):
             raise TransferError(f"the peer's bytes cannot be read: {status.name}")
         return bool(status == self._nixl.NIXL_SUCCESS)
 
-    def end(self, read: NixlRead, region: Region) -> None:
-        """Be done with a read, whole or not; a region that UCX cannot be kept from writing is kept."""
-        try:
-            self._agent.releaseXferReq(read.handle)
-        except self._errors:
-            self._stuck.append((read, region))
+    def end(self, read: int) -> None:
+        """Be done with a read.  One that is not done may go on until the agent is closed."""
+        with suppress(*self._errors):
+            self._agent.releaseXferReq(read)
 
     def close(self) -> None:
-        """Stop UCX; nothing else is called after it."""
-        for read, _ in self._stuck:
-            with suppress(*self._errors):
-                self._agent.releaseXferReq(read.handle)
+        """Stop UCX: nothing is read or written any more.  Nothing else may be called after it."""
         del self._agent
-        self._stuck.clear()
 
     def _kind(self, memory: Tensor) -> Any:
         return self._nixl.DRAM_SEG if memory.device.type == "cpu" else self._nixl.VRAM_SEG
@@ -178,14 +161,6 @@ class NixlAgent:
             yield
         except self._errors as error:
             raise TransferError(f"{problem}: {error}") from None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NixlRead:
-    """Bytes on their way here."""
-
-    agent: NixlAgent
-    handle: int
 
 
 def _device_number(memory: Tensor) -> int:

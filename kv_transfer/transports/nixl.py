@@ -23,10 +23,10 @@ from twinpool.core.tls import TLSFiles
 class NixlTransport(PairTransport):
     """Pairs over NIXL, and UCX with them."""
 
-    def __init__(self, config: TransferConfig, door: TcpDoor, agent: NixlAgent) -> None:
+    def __init__(self, config: TransferConfig, door: TcpDoor, agent: NixlAgent, *, net_devices: str) -> None:
         from kv_transfer.lanes.nixl import NixlLanes
 
-        super().__init__("nixl", config, NixlLanes(config, agent), door)
+        super().__init__("nixl", config, NixlLanes(config, agent, net_devices=net_devices), door)
         self._agent: NixlAgent | None = agent
 
     async def close(self) -> None:
@@ -64,4 +64,4 @@ def create(config: TransferConfig, hub: Hub, tls: TLSFiles | None) -> NixlTransp
     except TransferError as error:
         door.close()
         raise ConfigError("transfer.transports", f"nixl: {error}") from error
-    return NixlTransport(config, door, agent)
+    return NixlTransport(config, door, agent, net_devices=net_devices)

@@ -68,13 +68,11 @@ class _Reader:
         while not self._agent.is_done(read):
             if time.monotonic() > stop_s:
                 raise TransferError(f"the bytes could not be read in {LIMIT_S:g} s")
-        self._agent.end(read, self._region)
+        self._agent.end(read)
         end.sendall(DONE)
         return True
 
     def close(self) -> None:
-        if self._peer:
-            self._agent.leave(self._peer)
         _leave(self._agent, self._region)
 
 
