@@ -1,8 +1,8 @@
 """The outermost layer: what holds for every request, whatever its path.
 
-In this order: size of the headers, an id, the API key.  Every route but the open ones asks for the key,
-unknown paths too.  No error of one request goes further than here, and what a client wrote never gets
-into the log.
+In this order: size of the headers, an id, the site that asks where there is no API key, the API key.  Every
+route but the open ones asks for the key, unknown paths too.  No error of one request goes further than here,
+and what a client wrote never gets into the log.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.http.config import HTTPConfig
 from router.http.errors import (
+    ForeignPage,
     HeadersTooLarge,
     Unauthorized,
     error_bytes,
@@ -25,6 +26,7 @@ from router.http.errors import (
     verdict_of,
 )
 from router.http.path_header import path_header
+from router.http.same_site import foreign_page
 from twinpool.core.errors import InternalError, ServingError
 from twinpool.core.timeline import RequestTimeline
 
@@ -69,6 +71,8 @@ class Edge:
         if size > self._config.max_header_bytes:
             raise HeadersTooLarge(f"the headers have more than {self._config.max_header_bytes} bytes")
         key = self._config.api_key
+        if key is None and (proof := foreign_page(scope, host=self._config.host)) is not None:
+            raise ForeignPage(f"a page of another site asks ({proof}); with an API key any site may")
         if key is not None and scope["path"] not in OPEN_PATHS and not _has_key(scope, key):
             raise Unauthorized("a valid API key is needed, as in: Authorization: Bearer KEY")
 

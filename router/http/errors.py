@@ -6,6 +6,7 @@
     |   `-- MalformedBody      400: no JSON object could be read
     `-- HTTPRefusal            refused for the way it was sent, not for what it asks
         |-- Unauthorized       401
+        |-- ForeignPage        403
         |-- NotFound           404
         |-- MethodNotAllowed   405
         |-- BodyTimeout        408
@@ -63,6 +64,10 @@ class Unauthorized(HTTPRefusal):
     """The API key is missing or wrong."""
 
 
+class ForeignPage(HTTPRefusal):
+    """A page of another site asks through somebody's browser, and there is no API key to tell them apart."""
+
+
 class NotFound(HTTPRefusal):
     """Nothing lives at this path, or under this id."""
 
@@ -110,6 +115,7 @@ VERDICTS: Mapping[type[ServingError], Verdict] = {
     MalformedBody: Verdict(400, "invalid_request_error", "malformed_body"),
     ModelNotFound: Verdict(404, "invalid_request_error", "model_not_found"),
     Unauthorized: Verdict(401, "authentication_error", "invalid_api_key"),
+    ForeignPage: Verdict(403, "permission_error", "foreign_page"),
     NotFound: Verdict(404, "invalid_request_error", "not_found"),
     MethodNotAllowed: Verdict(405, "invalid_request_error", "method_not_allowed"),
     BodyTimeout: Verdict(408, "invalid_request_error", "body_timeout"),

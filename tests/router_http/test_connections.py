@@ -166,7 +166,7 @@ def test_a_connection_lives_on_after_a_400(site: Site) -> None:
 def test_chunked_bodies_are_read(site: Site) -> None:
     body = json.dumps({"prompt": "a"}).encode()
     with site.socket() as connection:
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
         connection.sendall(f"{head}transfer-encoding: chunked\r\n\r\n".encode())
         for byte in body:
             connection.sendall(b"1\r\n%c\r\n" % byte)
@@ -178,7 +178,7 @@ def test_chunked_bodies_are_read(site: Site) -> None:
 
 def test_expect_100_continue_is_honoured_and_a_refusal_closes(site: Site) -> None:
     body = json.dumps({"prompt": "a"}).encode()
-    head = "POST {} HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\nexpect: 100-continue\r\n\r\n"
+    head = "POST {} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {}\r\nexpect: 100-continue\r\n\r\n"
     with site.socket() as connection:
         connection.sendall(head.format(COMPLETIONS, len(body)).encode())
         assert connection.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -228,7 +228,7 @@ def test_methods_and_paths(site: Site, method: str, path: str, status: int, allo
 )
 def test_a_target_may_name_the_host_as_well(site: Site, target: str, status: int) -> None:
     with site.socket() as connection:
-        connection.sendall(f"GET {target} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        connection.sendall(f"GET {target} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
         answer = read_until_closed(connection)
 
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
@@ -239,12 +239,15 @@ def test_a_target_may_name_the_host_as_well(site: Site, target: str, status: int
     [
         (b"nonsense\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\n\r\n", 400),
-        (b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 10_000 + b"\r\n", 431),
-        (b"GET /" + b"a" * 16_385 + b" HTTP/1.1\r\nhost: x\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * 10_000 + b"\r\n", 431),
+        (b"GET /" + b"a" * 16_385 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", 431),
         (b"GET /" + b"a" * 100_000, 431),
-        (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", 400),
-        (b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n", 400),
-        (b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", 400),
+        (b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n", 400),
+        (
+            b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n",
+            400,
+        ),
     ],
 )
 def test_what_is_no_http_is_refused_in_the_apis_shape(site: Site, sent: bytes, status: int) -> None:
@@ -270,7 +273,9 @@ def hasty() -> Iterator[Site]:
 
 def test_a_slow_body_times_out_and_hurts_nobody(hasty: Site) -> None:
     with hasty.socket() as connection:
-        connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n".encode())
+        connection.sendall(
+            f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n".encode()
+        )
         for _ in range(5):
             connection.sendall(b" ")
             assert hasty.post(COMPLETIONS, {"prompt": "a"}).status == 200

@@ -354,5 +354,12 @@ def read_until_closed(connection: socket.socket) -> bytes:
 def raw_post(path: str, body: object, *headers: str, version: str = "1.1") -> bytes:
     """The bytes of a POST request."""
     payload = json.dumps(body).encode()
-    lines = [f"POST {path} HTTP/{version}", "host: x", f"content-length: {len(payload)}", *headers, "", ""]
+    lines = [
+        f"POST {path} HTTP/{version}",
+        "host: localhost",
+        f"content-length: {len(payload)}",
+        *headers,
+        "",
+        "",
+    ]
     return "\r\n".join(lines).encode() + payload
