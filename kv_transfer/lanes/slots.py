@@ -20,7 +20,7 @@ from kv_transfer.pair.lane import Placed, Segment
 from twinpool.core.payload import DevicePayload, HostPayload
 from twinpool.core.ports import KVPayload
 
-_LARGE_BYTES = 256 * 2**10  # to copy less is cheaper than to move it by itself
+_LARGE_BYTES = 512 * 2**10  # to copy less is cheaper than to move it by itself
 _MOST_IN_PLACE = 32  # pieces of one slot
 
 
@@ -83,18 +83,19 @@ class HostSlots:
         checksums = []
         for each in placed:
             slot[end : each.start] = 0  # nothing that was here before travels
-            end = each.start
-            for view in each.frame.payload.views():
-                if num_in_place < most_in_place and view.nbytes >= _LARGE_BYTES and not view.readonly:
-                    pieces += self._own(number, copied, end)
+            end = each.start + each.frame.payload.nbytes
+            views = _large_views(each.frame.payload) if num_in_place < most_in_place else ()
+            if views:
+                pieces += self._own(number, copied, each.start)
+                copied = each.start
+                for view in views:
                     data = torch.from_numpy(np.frombuffer(view, np.uint8))
-                    pieces.append((Segment(end, view.nbytes), data))
-                    copied = end = end + view.nbytes
-                    num_in_place += 1
-                else:
-                    slot[end : end + view.nbytes] = np.frombuffer(view, np.uint8)
-                    end += view.nbytes
-            checksums.append(each.frame.seal())
+                    pieces.append((Segment(copied, view.nbytes), data))
+                    copied += view.nbytes
+                num_in_place += len(views)
+                checksums.append(each.frame.seal())
+            else:
+                checksums.append(each.frame.copied(slot[each.start : end].data).seal())
         pieces += self._own(number, copied, end)
         segments, tensors = zip(*pieces, strict=True) if pieces else ((), ())
         return StagedSlot(segments, tensors, tuple(checksums), reads_payloads=num_in_place > 0)
@@ -191,6 +192,15 @@ class DeviceSlots:
 def make_slots(rows: Tensor) -> Slots:
     """Return the slots in ``rows``, wherever that is."""
     return HostSlots(rows) if rows.device.type == "cpu" else DeviceSlots(rows)
+
+
+def _large_views(payload: KVPayload) -> tuple[memoryview, ...]:
+    """Return the pieces of a payload if each is large enough to move by itself; none otherwise."""
+    if payload.nbytes < _LARGE_BYTES:
+        return ()
+    views = payload.views()
+    is_large = all(view.nbytes >= _LARGE_BYTES and not view.readonly for view in views)
+    return views if is_large else ()
 
 
 def _on_host(payload: KVPayload) -> Tensor:

@@ -54,6 +54,7 @@ class Control:
         self._reader = reader
         self._writer = writer
         self._head = b""  # of a message whose body has not come yet
+        self._said: list[bytes] = []  # since the loop last came round: it goes in one piece
 
     @property
     def local_host(self) -> str:
@@ -63,9 +64,9 @@ class Control:
 
     def say(self, kind: Kind, body: bytes = b"", *, channel: int = 0) -> None:
         """Send a message; a peer that is gone does not hear it, which ``hear`` tells."""
-        self._writer.write(_HEAD.pack(kind, channel, len(body)) + body)
-        if self._writer.transport.get_write_buffer_size() > _MOST_UNREAD_BYTES:
-            self.cut()
+        if not self._said:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._said += (_HEAD.pack(kind, channel, len(body)), body)
 
     async def hear(self) -> Message:
         """Wait for the next message; a call that is cancelled loses none.
@@ -87,12 +88,20 @@ class Control:
         self._head = b""
         return message
 
+    def _send(self) -> None:
+        data = b"".join(self._said)
+        self._said.clear()
+        self._writer.write(data)
+        if self._writer.transport.get_write_buffer_size() > _MOST_UNREAD_BYTES:
+            self.cut()
+
     def cut(self) -> None:
         """End the connection; what was said last may be lost."""
         self._writer.transport.abort()
 
     async def close(self, *, within_s: float) -> None:
         """End the connection; what was said is sent first, if the peer takes it within ``within_s``."""
+        self._send()
         self._writer.close()
         try:
             async with asyncio.timeout(within_s):

@@ -124,27 +124,37 @@ def test_host_memory_goes_to_slots_of_a_gpu_too(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_small_pieces_are_copied_and_large_ones_stay_where_they_are() -> None:
-    small, large = memoryview(bytearray(b"s" * 24)), memoryview(bytearray(b"l" * 2**18))
-    slots = HostSlots(torch.full((1, 2**20), 255, dtype=torch.uint8))
-    first, second = HostPayload([small, large]), HostPayload([small, small])
-    start = 2**18 + 32  # the next multiple of 16
-    staged = slots.stage_in_place(0, [Placed(0, frame(first), None), Placed(start, frame(second), None)])
+    small, large = memoryview(bytearray(b"s" * 24)), memoryview(bytearray(b"l" * 2**19))
+    slots = HostSlots(torch.full((1, 2**21), 255, dtype=torch.uint8))
+    payloads = [HostPayload([small]), HostPayload([large, large]), HostPayload([small, large])]
+    starts = (0, 32, 32 + 2**20)
+    staged = slots.stage_in_place(
+        0, [Placed(*each, None) for each in zip(starts, map(frame, payloads), strict=True)]
+    )
 
-    assert staged.segments == (Segment(0, 24), Segment(24, 2**18), Segment(2**18 + 24, 8 + 48))
+    assert staged.segments == (
+        Segment(0, 32),
+        Segment(32, 2**19),
+        Segment(32 + 2**19, 2**19),
+        Segment(32 + 2**20, 24 + 2**19),
+    )
     assert [bytes(data.numpy()) for data in staged.tensors] == [
-        b"s" * 24,
-        b"l" * 2**18,
-        bytes(8) + b"s" * 48,  # what was in the slot before does not travel
+        b"s" * 24 + bytes(8),  # what was in the slot before does not travel
+        b"l" * 2**19,
+        b"l" * 2**19,
+        b"s" * 24 + b"l" * 2**19,
     ]
+    assert staged.checksums == tuple(frame(payload).true_checksum() for payload in payloads)
     assert staged.reads_payloads
     large[0] = ord("x")
     assert staged.tensors[1][0] == ord("x")
-    assert not slots.stage(0, [Placed(0, frame(second), None)]).reads_payloads
+    assert staged.tensors[3][24] == ord("l")
+    assert not slots.stage(0, [Placed(0, frame(payloads[1]), None)]).reads_payloads
 
 
 def test_read_only_memory_is_copied() -> None:
     slots = HostSlots(torch.zeros((1, 2**20), dtype=torch.uint8))
-    staged = slots.stage_in_place(0, [Placed(0, frame(HostPayload([memoryview(bytes(2**18))])), None)])
+    staged = slots.stage_in_place(0, [Placed(0, frame(HostPayload([memoryview(bytes(2**19))])), None)])
 
     assert not staged.reads_payloads
 
