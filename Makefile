@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Without an NVIDIA GPU a CPU build of torch is enough and much smaller, where pip is set up to find one.
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.9,torch==2.13.0+cpu)
 
-.PHONY: demo test test-long serve check format proto clean
+.PHONY: demo test test-long gpu-check serve check format proto clean
 
 demo: $(VENV)/.installed
 	$(BIN)/twinpool demo
@@ -19,6 +19,9 @@ test: check
 
 test-long: $(VENV)/.dev
 	$(BIN)/pytest -m "slow and not gpu"
+
+gpu-check: $(VENV)/.dev  # a table, and docs/measurements/DATE-GPU.json; without a GPU it skips everything
+	$(BIN)/python -m tests.gpu.check
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
