@@ -150,7 +150,8 @@ class NixlReceiveLane:
 
     def receive(self, their_slot: int, slot: int, segments: Sequence[Segment]) -> _Reading:
         with self._slots.writing(slot):
-            return self._read(their_slot, slot, end_of(segments))
+            self._slots.begun()()  # nobody reads the slot any more: UCX knows no streams
+        return self._read(their_slot, slot, end_of(segments))
 
     def payload(self, slot: int, start: int, num_bytes: int) -> KVPayload:
         return self._slots.payload(slot, start, num_bytes)

@@ -53,6 +53,7 @@ _OPTIONS = (
 _SERVER_OPTIONS = (
     *_OPTIONS,
     ("grpc.so_reuseport", 0),  # two workers on one port would each get half of the transfers
+    ("grpc.max_concurrent_streams", 1024),  # parts of one peer at once; a stranger's too
     ("grpc.max_connection_idle_ms", 600_000),  # of a host that vanished while nothing was sent
 )
 _CHANNEL_OPTIONS = (
