@@ -33,12 +33,13 @@ class GroupLanes:
         config: Credit and deadlines.
 
     Attributes:
-        backend: "nccl" where there is a GPU and NCCL, else "gloo".
+        backend: "nccl" where this process uses a GPU and torch has NCCL, else "gloo".
         version: Of what must be equal at both ends.
     """
 
     def __init__(self, config: TransferConfig) -> None:
-        has_gpu = torch.cuda.is_available() and dist.is_nccl_available()
+        # A worker on a GPU has made its cache there before it opens its transports.
+        has_gpu = torch.cuda.is_initialized() and dist.is_nccl_available()  # type: ignore[no-untyped-call]
         self.moves_tensors = has_gpu
         self.backend = "nccl" if has_gpu else "gloo"
         self.version = _nccl_version() if has_gpu else torch.__version__.partition("+")[0]

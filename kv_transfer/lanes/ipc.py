@@ -119,12 +119,12 @@ class IpcSendLane:
 
     def __init__(self, shown: Shown, shape: SlotShape, spare: list[Shown]) -> None:
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        shown.data[:_NONCE_BYTES] = torch.frombuffer(bytearray(nonce), dtype=torch.uint8).to(
-            shown.data.device
-        )
         self._shown = shown
         self._spare = spare
         self._slots: Slots = make_slots(shown.data.view(shape.num_slots, shape.slot_bytes))
+        with self._slots.writing(0):
+            shown.data[:_NONCE_BYTES].copy_(torch.frombuffer(bytearray(nonce), dtype=torch.uint8))
+        self._slots.begun()()
         self.shape = shape
         self.offer: Offer = {**shape.offer(), "handle": shown.handle.hex(), "nonce": nonce.hex()}
 
@@ -174,7 +174,9 @@ class IpcReceiveLane:
         self._seen = self._memory.see(self._handle)
         start = Segment(0, _NONCE_BYTES)
         self.receive(0, 0, [start]).wait()
-        if bytes(self._slots.slot(0, start).cpu().numpy()) != self._nonce:
+        with self._slots.on_stream():
+            found = bytes(self._slots.slot(0, start).cpu().numpy())
+        if found != self._nonce:
             raise TransferError("the memory that was shown is not the peer's")
 
     def receive(self, their_slot: int, slot: int, segments: Sequence[Segment]) -> _Copy:

@@ -27,8 +27,8 @@ def unavailable() -> str:
         return "torch is not installed"
     import torch
 
-    if not torch.cuda.is_available():
-        return "torch sees no GPU"
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return "this process uses no GPU"
     from kv_transfer.lanes.cuda_memory import loaded_runtime
 
     try:
