@@ -26,6 +26,7 @@ from tests.patience import PATIENCE_S
 from twinpool.core.errors import TransferError, TransferRefused
 from twinpool.core.secret import Secret
 from twinpool.core.ticket import Endpoint, KVTicket
+from twinpool.rpc.codec import ticket_from_pb, ticket_to_pb
 
 TOKENS = 10
 BLOCKS = (3, 9, 5)
@@ -93,6 +94,14 @@ def test_a_ticket_of_another_deployment_is_refused() -> None:
     async def scenario(prefill: Worker, decode: Worker, ticket: KVTicket) -> None:
         with pytest.raises(TransferRefused, match="nobody of this deployment"):
             await prefill.sending.begin(ticket.signed(OTHER), timeout_s=PATIENCE_S)
+
+    asyncio.run(meet(scenario))
+
+
+def test_a_whole_number_of_seconds_is_signed_as_it_comes_back_from_the_wire() -> None:
+    async def scenario(prefill: Worker, decode: Worker, ticket: KVTicket) -> None:
+        sent = replace(ticket, lease_s=60, expires_unix_s=4_000_000_000).signed(SECRET)
+        assert ticket_from_pb(ticket_to_pb(sent)).is_signed_by(SECRET)
 
     asyncio.run(meet(scenario))
 

@@ -55,8 +55,8 @@ class KVTicket:
             self.sender_id,
             self.num_tokens,
             self.cached_tokens,
-            self.lease_s,
-            self.expires_unix_s,
+            float(self.lease_s),  # an int would be signed as one, and come back as a float
+            float(self.expires_unix_s),
             layout.num_layers,
             layout.num_kv_heads,
             layout.head_dim,
