@@ -1,0 +1,103 @@
+"""How fast KV moves between two processes by each transport, in the sizes that matter.
+
+    python -m benchmarks.kv_transfer [--write]
+
+Runs `twinpool kv-bench`, and compares with the targets: the share of its bare link's speed that a transport
+should reach, gather, checksums on both sides and the copy into the blocks included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.document import provenance, table, write_section
+
+TRANSPORTS = ("shm", "tcp", "grpc", "torch_dist", "nixl")
+SIZES = {"64 MiB": ("--bytes", "64MiB"), "256 KiB": ("--bytes", "256KiB")}
+TARGETS = {
+    ("shm", "64 MiB"): 0.8,
+    ("shm", "256 KiB"): 0.6,
+    ("tcp", "64 MiB"): 0.8,
+    ("grpc", "64 MiB"): 0.9,
+    ("torch_dist", "64 MiB"): 0.8,
+}
+CHECKSUM_TARGET = 0.15
+_HEAD = (
+    "transport",
+    "GB/s",
+    "bare",
+    "ratio (target)",
+    "first block, ms",
+    "last block, ms",
+    "CPU s/GB",
+    "bare",
+    "checksums (target)",
+)
+_LIMIT_S = 1800.0
+
+
+def kv_bench(*options: str) -> Mapping[str, Any]:
+    """Run it and return its report."""
+    command = [sys.executable, "-m", "twinpool", "kv-bench", "--json", "-", *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S, check=False)
+    if not done.stdout:
+        raise SystemExit(done.returncode)
+    report: Mapping[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def section(size: str, report: Mapping[str, Any]) -> str:
+    """Return the table of one size."""
+    rows = [_cells(size, row) for row in report["transports"]]
+    settings = report["settings"]
+    layout = settings["layout"]
+    title = (
+        f"**{size}**: {report['wire_bytes']:,} bytes, {settings['num_tokens']} tokens of "
+        f"{layout['num_layers']} layers x {layout['num_kv_heads']} KV heads x {layout['head_dim']}, {settings['wire']}, "
+        f"{'scattered' if settings['scattered'] else 'neighbouring'} blocks; medians of {settings['repeat']}."
+    )
+    return f"{title}\n\n{table(_HEAD, rows)}"
+
+
+def _cells(size: str, row: Mapping[str, Any]) -> Sequence[str]:
+    name = row["transport"]
+    if row["skipped"] or row["failed"]:
+        return [name, row["failed"] or row["skipped"], *[""] * (len(_HEAD) - 2)]
+    target = TARGETS.get((name, size))
+    return [
+        name,
+        f"{row['gb_s']:.2f}",
+        f"{row['bare_gb_s']:.2f}",
+        f"{row['ratio']:.2f}" + ("" if target is None else f" ({target})"),
+        f"{row['first_block_s'] * 1e3:.2f}",
+        f"{row['last_block_s'] * 1e3:.2f}",
+        f"{row['cpu_s_per_gb']:.2f}",
+        f"{row['bare_cpu_s_per_gb']:.2f}",
+        f"{row['checksum_cost']:+.0%} ({CHECKSUM_TARGET:.0%})",
+    ]
+
+
+def main() -> None:
+    """Print what was found, and keep it in the document if that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeat", type=int, default=None)
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    args = parser.parse_args()
+    options = ["--transports", ",".join(TRANSPORTS)]
+    options += [] if args.repeat is None else ["--repeat", str(args.repeat)]
+    parts = []
+    for size, size_options in SIZES.items():
+        parts.append(section(size, kv_bench(*options, *size_options)))
+        print(parts[-1], flush=True)
+    text = "\n\n".join([*parts, provenance("benchmarks.kv_transfer")])
+    if args.write:
+        write_section("kv transfer", text)
+
+
+if __name__ == "__main__":
+    main()
