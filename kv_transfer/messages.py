@@ -22,6 +22,8 @@ from twinpool.core.ports import KVPayload
 from twinpool.pb import kv_pb2
 
 MAX_HELLO_BYTES = 4096
+_MAX_HEADER_BYTES = 2**20
+MAX_FRAMES = 8192  # in one message; a sender puts no more than one of each layer there
 _LENGTH = struct.Struct("<I")
 
 
@@ -124,16 +126,30 @@ def unpack(message: memoryview, hello: Hello) -> list[Frame]:
     return frames_in(message[start:], message[_LENGTH.size : start].tobytes(), hello)
 
 
+def headers_from_bytes(data: bytes) -> Sequence[kv_pb2.FrameHeader]:
+    """Return what a message says of its frames; the opposite of ``frame_headers``.
+
+    Raises:
+        TransferDamaged: It says nothing, or speaks of more frames than any sender sends.
+    """
+    if len(data) > _MAX_HEADER_BYTES:
+        raise TransferDamaged(f"a header of {len(data)} bytes is larger than {_MAX_HEADER_BYTES}")
+    try:
+        headers = kv_pb2.PushHeader.FromString(data).frames
+    except DecodeError as error:
+        raise TransferDamaged(f"the header of a message cannot be read: {error}") from None
+    if len(headers) > MAX_FRAMES:
+        raise TransferDamaged(f"{len(headers)} frames in one message are more than {MAX_FRAMES}")
+    return headers
+
+
 def frames_in(payloads: memoryview, header: bytes, hello: Hello) -> list[Frame]:
     """Cut the payloads of one message into frames, as its header says.
 
     Raises:
         TransferDamaged: The header is none, or speaks of other payloads.
     """
-    try:
-        parts = kv_pb2.PushHeader.FromString(header).frames
-    except DecodeError as error:
-        raise TransferDamaged(f"the header of a message cannot be read: {error}") from None
+    parts = headers_from_bytes(header)
     if sum(part.payload_bytes for part in parts) != len(payloads):
         raise TransferDamaged("the payloads named in a header do not fill its message")
     frames = []

@@ -14,10 +14,8 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from google.protobuf.message import DecodeError
-
 from kv_transfer.frame import Frame
-from kv_transfer.messages import header_of
+from kv_transfer.messages import header_of, headers_from_bytes
 from kv_transfer.pair.lane import Segment
 from twinpool.core.errors import TransferDamaged
 from twinpool.pb import kv_pb2
@@ -81,13 +79,13 @@ def batch_from_bytes(data: bytes) -> Batch:
         for _ in range(num_messages):
             channel, length = _PAIR.unpack_from(data, at)
             at += _PAIR.size + length
-            headers = tuple(kv_pb2.PushHeader.FromString(data[at - length : at]).frames)
+            headers = tuple(headers_from_bytes(data[at - length : at]))
             starts = []
             for header in headers:
                 starts.append(start)
                 start += aligned(header.payload_bytes)
             parts.append(Part(channel, headers, tuple(starts)))
-    except (struct.error, DecodeError) as error:
+    except struct.error as error:
         raise TransferDamaged(f"a batch that cannot be read: {error}") from None
     if at != len(data) or len(segments) != num_segments:
         raise TransferDamaged("a batch that is longer or shorter than it says")

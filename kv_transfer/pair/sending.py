@@ -21,7 +21,7 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.credit import Credit
 from kv_transfer.frame import Frame
 from kv_transfer.hello import Hello
-from kv_transfer.messages import hello_to_bytes, read_reply
+from kv_transfer.messages import MAX_FRAMES, hello_to_bytes, read_reply
 from kv_transfer.pair.batch import aligned, batch_to_bytes, slot_bytes
 from kv_transfer.pair.control import Control, Kind, Message
 from kv_transfer.pair.greeting import answer_from_bytes, greeting_to_bytes
@@ -30,7 +30,6 @@ from kv_transfer.pair.lane import Move, NoMove, Placed, SendLane, Staged
 from kv_transfer.pair.lane_threads import LaneThreads
 from twinpool.core.errors import TransferDamaged, TransferError, TransferTimeout
 
-_MOST_FRAMES = 8192  # in one batch, so that the headers stay small
 _LOOK_EVERY_S = 0.25  # for a peer that is silent
 _LEAVE_S = 1.0  # for bytes that are under way when their transfer is given up
 
@@ -152,7 +151,7 @@ class SendingPair:
     def send(self, channel: PairChannel, frames: Sequence[Frame]) -> None:
         """Queue one message of an open channel."""
         sizes = [frame.payload.nbytes for frame in frames]
-        if slot_bytes(sizes) > self._lane.shape.slot_bytes or len(frames) > _MOST_FRAMES:
+        if slot_bytes(sizes) > self._lane.shape.slot_bytes or len(frames) > MAX_FRAMES:
             raise TransferError(f"{len(frames)} frames of {sum(sizes)} bytes do not fit into one message")
         mark = self._lane.mark([frame.payload for frame in frames])
         self._put(_Queued(channel, frames, slot_bytes(sizes), mark))
@@ -231,7 +230,7 @@ class SendingPair:
         return batch_to_bytes(slot, staged.segments, sealed)
 
     def _next_batch(self) -> list[_Queued]:
-        room_bytes, room_frames = self._batch_bytes, _MOST_FRAMES
+        room_bytes, room_frames = self._batch_bytes, MAX_FRAMES
         batch: list[_Queued] = []
         while self._queue:
             num_frames = len(self._queue[0].frames or ())

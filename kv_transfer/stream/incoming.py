@@ -69,7 +69,8 @@ class Incoming:
         try:
             self._sink.admit(hello, transport="tcp")
             on_admitted()
-            await grant(self._config.credit_bytes)
+            # Not awaited: from here on only the intake may end, which tells the sink.
+            write_with_length(stream, credit_reply(self._config.credit_bytes))
             await take_in(self._sink, hello, self._frames(stream, hello), grant)
         except TransferError as error:
             write_with_length(stream, end_reply(error))

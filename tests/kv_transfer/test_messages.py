@@ -9,7 +9,8 @@ import pytest
 
 from kv_transfer.frame import Frame
 from kv_transfer.hello import Hello
-from kv_transfer.messages import pack, unpack
+from kv_transfer.messages import frames_in, headers_from_bytes, pack, unpack
+from twinpool.core.errors import TransferDamaged
 from twinpool.core.payload import HostPayload
 from twinpool.pb.kv_pb2 import FrameHeader, PushHeader
 
@@ -84,3 +85,16 @@ def test_a_frame_whose_true_checksum_is_zero_is_packed_too() -> None:
 
     assert (unpacked.layer, unpacked.checksum) == (3, 0)
     assert unpacked.payload.joined() == b"payload"
+
+
+def test_a_header_of_more_frames_than_a_sender_sends_is_refused_before_they_are_made() -> None:
+    most = b"\x0a\x00" * 8192  # each an empty FrameHeader
+
+    assert len(headers_from_bytes(most)) == 8192
+    with pytest.raises(TransferDamaged, match="8193 frames in one message are more than 8192"):
+        frames_in(memoryview(b""), most + b"\x0a\x00", HELLO)
+
+
+def test_a_header_of_more_than_a_mebibyte_is_not_read() -> None:
+    with pytest.raises(TransferDamaged, match="a header of 1048577 bytes is larger than 1048576"):
+        frames_in(memoryview(b""), bytes(2**20 + 1), HELLO)

@@ -249,7 +249,7 @@ def test_nothing_is_made_for_a_stranger() -> None:
             with pytest.raises(TransferError, match="the peer is gone"):
                 await control.hear()
             assert target.lanes.num_from_peers == 0
-            assert threading.active_count() == before
+            assert threading.active_count() <= before  # those of an earlier test may have ended
 
     asyncio.run(scenario())
 
