@@ -31,11 +31,6 @@ class Talk:
         self._reader = reader
         self._writer = writer
 
-    @property
-    def peer_host(self) -> str:
-        """The address of the other end."""
-        return str(self._writer.get_extra_info("peername")[0])
-
     async def say(self, message: Mapping[str, Any]) -> None:
         """Send a line.
 
