@@ -59,10 +59,11 @@ class TcpTransport:
         self._server_tls = None if tls is None else tls.server_context()
         self._client_tls = None if tls is None else tls.client_context()
         listen = config.listen or "127.0.0.1:0"
-        host = config.advertise_host or listen.rpartition(":")[0].strip("[]")
-        if host in _WILDCARDS:
-            raise ConfigError("transfer.advertise_host", f"needed, since no peer can connect to {listen}")
         self._listener = _listener(listen)
+        host = config.advertise_host or _split(listen)[0]
+        if host in _WILDCARDS:
+            self._listener.close()
+            raise ConfigError("transfer.advertise_host", f"needed, since no peer can connect to {listen}")
         self._endpoint = Endpoint("tcp", _joined(host, self._listener.getsockname()[1]))
         self._accepting: asyncio.Task[None] | None = None
         self._receiving: set[asyncio.Task[None]] = set()

@@ -18,6 +18,7 @@ class CutProxy:
         cut_after_bytes: After how many more upstream bytes every connection is reset; None for never.
         is_refusing: New connections are reset.
         passed_bytes: Upstream bytes that went through since the start.
+        heard: Set it to a bytearray, and what passes upstream is kept there.
         num_flipped: Bits flipped since the start.
         num_connections: Connections made since the start.
     """
@@ -28,6 +29,7 @@ class CutProxy:
         self.cut_after_bytes: int | None = None
         self.is_refusing = False
         self.passed_bytes = 0
+        self.heard: bytearray | None = None
         self.num_flipped = 0
         self.num_connections = 0
         self._host, _, port = target.rpartition(":")
@@ -93,6 +95,8 @@ class CutProxy:
         while data := await self._next(reader):
             data = self._spoiled(data)
             self.passed_bytes += len(data)
+            if self.heard is not None:
+                self.heard += data
             writer.write(data)
             await writer.drain()
             if self.cut_after_bytes == 0:
