@@ -99,12 +99,8 @@ class ChildProcess:
         """Ask it to drain, wait for its end, and kill it if that takes too long.  Idempotent."""
         self._is_asked_to_stop = True
         self._signal(signal.SIGTERM)
-        await self.end(within_s=drain_s + _KILL_AFTER_S)
-
-    async def end(self, *, within_s: float) -> None:
-        """Wait for its end, and kill it if that takes too long."""
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(drain_s + _KILL_AFTER_S):
                 while self._state.phase is not Phase.ENDED:
                     await self.next_state(self._state)
         except TimeoutError:

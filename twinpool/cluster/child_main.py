@@ -47,7 +47,9 @@ def run_child(
     os.dup2(2, 1)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = bind(kind, json.loads(sys.stdin.buffer.readline()))
-    code = _run(settings, run, news, supervisor_pid(settings))
+    watcher = _Watcher(supervisor_pid(settings))
+    watcher.start()
+    code = _run(settings, run, news, watcher)
     sys.stderr.flush()
     # Threads of libraries must not keep a process alive that has said good-bye.
     os._exit(code)
@@ -57,7 +59,7 @@ def _run(
     settings: Settings,
     run: Callable[[Settings, Report, Watch], int],
     news: IO[str],
-    supervisor_pid: int | None,
+    watcher: _Watcher,
 ) -> int:
     def report(event: str, text: str) -> None:
         try:
@@ -67,7 +69,7 @@ def _run(
             return  # the watcher is gone, which is noticed elsewhere
 
     try:
-        return run(settings, report, lambda on_gone: _watch(supervisor_pid, on_gone))
+        return run(settings, report, watcher.call)
     except Exception as error:  # noqa: BLE001 - the top of the process: tell, log, exit
         from twinpool.cluster.failure import describe_failure
 
@@ -78,15 +80,25 @@ def _run(
         return 2
 
 
-def _watch(supervisor_pid: int | None, on_gone: Callable[[], None]) -> None:
-    def wait() -> None:
+class _Watcher:
+    """Notices the end of whoever watches over this process; until ``call`` that ends the process."""
+
+    def __init__(self, supervisor_pid: int | None) -> None:
+        self._supervisor_pid = supervisor_pid
+        self._on_gone: Callable[[], None] = lambda: os._exit(1)
+
+    def start(self) -> None:
+        threading.Thread(target=self._wait, name="watcher", daemon=True).start()
+
+    def call(self, on_gone: Callable[[], None]) -> None:
+        self._on_gone = on_gone
+
+    def _wait(self) -> None:
         while sys.stdin.buffer.read(4096):
             pass
         time.sleep(_SETTLE_S)
-        if supervisor_pid is None or _lives(supervisor_pid):
-            on_gone()
-
-    threading.Thread(target=wait, name="watcher", daemon=True).start()
+        if self._supervisor_pid is None or _lives(self._supervisor_pid):
+            self._on_gone()
 
 
 def _lives(pid: int) -> bool:

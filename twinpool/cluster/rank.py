@@ -65,11 +65,11 @@ class _RankLife:
         self._among = replace(trust, secret=Secret(bytes.fromhex(spec.secret))) if spec.secret else trust
         self._report = report
         self._asked_to_stop = asyncio.Event()
+        self._has_met = False  # rank 0
 
     async def run(self, watch: Watch) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
+        loop.add_signal_handler(signal.SIGTERM, self._stop)
         watch(partial(self._stop_from_any_thread, loop))
         worker = self._spec.worker
         hello = RankHello(
@@ -77,6 +77,7 @@ class _RankLife:
         )
         audience = rank_name(worker.worker_id, 0)
         async with join_ranks(self._spec.meeting, hello, audience=audience, trust=self._among) as stay:
+            self._has_met = True
             try:
                 return await self._stay(stay)
             except Exception as error:
@@ -84,12 +85,17 @@ class _RankLife:
                 raise
 
     def _stop(self) -> None:
-        if self._asked_to_stop.is_set():
+        # Before it met rank 0 nobody waits for it.
+        if self._asked_to_stop.is_set() or not self._has_met:
             os._exit(1)
         self._asked_to_stop.set()
 
     def _stop_from_any_thread(self, loop: asyncio.AbstractEventLoop) -> None:
-        loop.call_soon_threadsafe(self._asked_to_stop.set)
+        loop.call_soon_threadsafe(self._lose_watcher)
+
+    def _lose_watcher(self) -> None:
+        if not self._asked_to_stop.is_set():
+            self._stop()
 
     async def _stay(self, stay: RankStay) -> int:
         async with Race() as race:

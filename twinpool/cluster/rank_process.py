@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from kv_transfer.nccl import preload
 from twinpool.cluster.child_main import Report, Watch, run_child
@@ -11,6 +12,8 @@ from twinpool.cluster.config import RankSpec
 
 def main() -> None:
     """Read the settings, run the rank, exit."""
+    # Ctrl-C reaches all processes of a terminal; what it means is rank 0's to decide.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     run_child(RankSpec, _run, supervisor_pid=lambda spec: spec.worker.supervisor_pid)
 
 

@@ -34,8 +34,7 @@ from twinpool.rpc.rank_meeting import RankMeeting
 from twinpool.rpc.ranks import RankClient
 
 _ASK_EVERY_S = 1.0  # how the others are
-_LEAVE_S = 1.0  # for the others to leave once the group is closed
-_END_S = 10.0  # for their processes to end
+_LEAVE_S = 1.0  # for the others to leave once the group is closed, and for their processes to end
 _REASON_S = 1.0  # for a dead child's own reason to be known
 
 _log = logging.getLogger(__name__)
@@ -260,7 +259,10 @@ class _Others:
                 await self._meeting.all_gone()
         # What never joined the group does not hear its end, but that of the meeting.
         await self._meeting.stop()
-        await asyncio.gather(*(child.end(within_s=_END_S) for child in self._children))
+        if self._ends:
+            await asyncio.wait(self._ends, timeout=_LEAVE_S)
+        # What has not even begun to work hears nothing at all.
+        await asyncio.gather(*(child.stop(drain_s=0.0) for child in self._children))
         await asyncio.gather(*self._ends, *self._tasks, return_exceptions=True)
 
     async def _ask(self) -> None:
