@@ -6,13 +6,13 @@ import asyncio
 import os
 import secrets
 import socket
-import ssl
 import struct
 from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
 from typing import Protocol
 
+from kv_transfer.addresses import joined, split, tune, where_to_listen
 from kv_transfer.config import TransferConfig
 from kv_transfer.pair.control import Control
 from twinpool.core.errors import ConfigError, TransferError, Untrusted
@@ -20,7 +20,6 @@ from twinpool.core.tls import Party, TLSFiles, check_peer, names_in
 
 _BACKLOG = 128
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
-_SILENT_HOST_S = 15  # a machine that vanished without a word is noticed by then
 
 Connected = Callable[[Control], Awaitable[None]]
 
@@ -67,18 +66,14 @@ class TcpDoor:
     """
 
     def __init__(self, config: TransferConfig, tls: TLSFiles | None) -> None:
-        listen = config.listen or "127.0.0.1:0"
-        host, _, port = listen.rpartition(":")
-        if not config.advertise_host and host.strip("[]") in ("", "0.0.0.0", "::"):
-            raise ConfigError("transfer.advertise_host", f"needed, since no peer can connect to {listen}")
+        listen, told_host = where_to_listen(config)
+        host, port = split(listen)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._socket = socket.create_server(
-                (host.strip("[]"), int(port)), family=family, backlog=_BACKLOG
-            )
-        except (OSError, ValueError, OverflowError) as error:
+            self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        except OSError as error:
             raise ConfigError("transfer.listen", f"{listen} cannot be bound: {error}") from error
-        self.address = f"{config.advertise_host or host}:{self._socket.getsockname()[1]}"
+        self.address = joined(told_host, self._socket.getsockname()[1])
         self._server_tls = None if tls is None else tls.server_context()
         self._client_tls = None if tls is None else tls.client_context()
         self._server: asyncio.Server | None = None
@@ -92,7 +87,7 @@ class TcpDoor:
             except Untrusted:
                 writer.transport.abort()
                 return
-            _tune(writer)
+            tune(writer.get_extra_info("socket"))
             await connected(Control(reader, writer))
 
         self._server = await asyncio.start_server(check, sock=self._socket, ssl=self._server_tls)
@@ -101,15 +96,15 @@ class TcpDoor:
         return True
 
     async def connect(self, address: str) -> Control:
-        host, _, port = address.rpartition(":")
         name = None if self._client_tls is None else Party.WORKER.dns_name
         try:
+            host, port = split(address)
             reader, writer = await asyncio.open_connection(
-                host.strip("[]"), int(port), ssl=self._client_tls, server_hostname=name
+                host, port, ssl=self._client_tls, server_hostname=name
             )
-        except (OSError, ValueError, OverflowError, ssl.SSLError) as error:
+        except (OSError, ValueError) as error:
             raise TransferError(f"{address}: {error}") from None
-        _tune(writer)
+        tune(writer.get_extra_info("socket"))
         return Control(reader, writer)
 
     def close(self) -> None:
@@ -189,21 +184,6 @@ def _is_own_user(writer: asyncio.StreamWriter) -> bool:
     peer = writer.get_extra_info("socket")
     data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(data)[1] == os.geteuid())
-
-
-def _tune(writer: asyncio.StreamWriter) -> None:
-    """Let small messages go at once, and a machine that vanished be noticed."""
-    peer = writer.get_extra_info("socket")
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        ("TCP_KEEPIDLE", _SILENT_HOST_S // 3),
-        ("TCP_KEEPINTVL", _SILENT_HOST_S // 3),
-        ("TCP_KEEPCNT", 2),
-        ("TCP_USER_TIMEOUT", _SILENT_HOST_S * 1000),
-    ):
-        if hasattr(socket, option):
-            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _close(server: asyncio.Server | None, listening: socket.socket) -> None:

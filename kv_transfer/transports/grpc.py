@@ -13,6 +13,7 @@ from contextlib import suppress
 import grpc
 import grpc.aio
 
+from kv_transfer.addresses import joined, where_to_listen
 from kv_transfer.config import MAX_MESSAGE_BYTES, TransferConfig
 from kv_transfer.credit import Credit
 from kv_transfer.frame import Frame
@@ -73,15 +74,12 @@ class GrpcTransport:
         self._config = config
         self._tls = tls
         self._server = grpc.aio.server(options=_SERVER_OPTIONS)
-        listen = config.listen or "127.0.0.1:0"
-        host = config.advertise_host or listen.rpartition(":")[0]
-        if host in ("0.0.0.0", "[::]"):
-            raise ConfigError("transfer.advertise_host", f"needed, since no peer can connect to {listen}")
+        listen, host = where_to_listen(config)
         try:
             port = self._bind(listen)
         except RuntimeError as error:
             raise ConfigError("transfer.listen", f"{listen} cannot be bound: {error}") from error
-        self._endpoint = Endpoint("grpc", f"{host}:{port}")
+        self._endpoint = Endpoint("grpc", joined(host, port))
         self._connections: list[_Connection] = []
 
     @property
