@@ -25,7 +25,8 @@ LEASE_S = 3.0
 LOST_AFTER_S = 2.0
 WORKER_OPTIONS = ("--kv-memory", "64MiB", "--set", f"transfer.lease_s={LEASE_S}")
 OPTIONS = (*WORKER_OPTIONS, "--set", f"router.lost_after_s={LOST_AFTER_S}")
-RECOVERY_S = 5.0  # for a new request after a fault, the time to notice a frozen worker included
+# For a new request after a fault, the time to notice a frozen worker included: under 5 s on a quiet machine.
+RECOVERY_S = 15.0
 REPLACED_S = 60.0  # a Ray actor and a worker process start; how long that takes is not the point here
 
 QUICK = Ask(prompt="after the fault", max_tokens=4)
@@ -147,7 +148,7 @@ def inflict(caller: Caller, *names: str) -> None:
         fault.check_end(caller, hit)
     answered = [caller.call(ask) for ask in (QUICK, *LONG_PROMPTS, *LONG_ANSWERS)]
     assert all(caller.is_right(call.join()) for call in answered)
-    assert until(caller.is_clean, within_s=1.0), caller.audit()
+    assert until(caller.is_clean, within_s=RECOVERY_S), caller.audit()
 
 
 def test_no_fault_of_a_worker_costs_a_token_or_a_block(slow_model: Path) -> None:
@@ -181,6 +182,7 @@ def worker(model: Path, role: str, join: str) -> Iterator[subprocess.Popen[bytes
         process.wait()
 
 
+@pytest.mark.slow
 def test_workers_without_ray_are_lost_and_come_back_in_the_same_way(slow_model: Path) -> None:
     with ExitStack() as stack:
         port = free_port()

@@ -258,6 +258,7 @@ def worker_that_fails(model: Path, join: str, log: Path, *options: str) -> str:
     return log.read_text().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_worker_with_another_secret_is_told_so_and_ends(
     secured: Deployment, model: Path, certs: Path, tmp_path: Path
 ) -> None:
@@ -271,6 +272,7 @@ def test_a_worker_with_another_secret_is_told_so_and_ends(
     assert "refused 1 calls" in secured.server.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_worker_with_files_that_do_not_fit_does_not_start(
     secured: Deployment, model: Path, certs: Path, tmp_path: Path
 ) -> None:
@@ -289,6 +291,7 @@ def test_a_worker_with_files_that_do_not_fit_does_not_start(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["without TLS", "of another CA"])
 def test_a_worker_that_cannot_be_trusted_stays_out_and_says_why(
     secured: Deployment, model: Path, certs: Path, tmp_path: Path, kind: str
@@ -312,6 +315,7 @@ def test_a_worker_that_cannot_be_trusted_stays_out_and_says_why(
     assert len(joined) == 2
 
 
+@pytest.mark.slow
 def test_one_that_may_call_and_does_not_read_delays_nobody(secured: Deployment, certs: Path) -> None:
     """H105: streams of somebody who has every right, and never reads what comes."""
     expected = secured.server.answer()
@@ -416,6 +420,7 @@ def _listening(process: psutil.Process) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 def test_workers_that_serve_starts_take_their_certificates(model: Path, certs: Path) -> None:
     with serving(model, "--prefill", "1", "--decode", "1", "--certs", str(certs)) as server:
         assert server.answer()
