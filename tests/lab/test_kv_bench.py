@@ -178,6 +178,7 @@ def test_whoever_holds_another_secret_is_sent_away(tmp_path: Path) -> None:
         (["--tokens", "0"], "--tokens: 0 is less than 1"),
         (["--block-tokens", "0"], "--block-tokens: 0 is less than 1"),
         (["--message-bytes", "1GiB"], "--message-bytes: 1073741824 is more than"),
+        (["--device", "tpu"], "--device: 'tpu' is none of cpu, cuda, cuda:N"),
         (["--repeat", "0"], "--repeat: 0 is less than 1"),
         (["--timeout", "0"], "--timeout: 0 s is not above 0"),
         (["--transports", "pigeon"], "--transports: pigeon is none of"),

@@ -10,6 +10,7 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.plan import agreed_wire, plan_head_copies
 from twinpool.core.errors import ConfigError
 from twinpool.core.layout import KVLayout, wire_bytes
+from twinpool.engine.load import parse_device
 
 LAYOUTS = {
     "8b-bf16": KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_tokens=16, dtype="bfloat16"),
@@ -40,6 +41,7 @@ class Probe:
             raise ConfigError("--tokens", f"{self.num_tokens} is less than 1")
         if not self.timeout_s > 0:
             raise ConfigError("--timeout", f"{self.timeout_s:g} s is not above 0")
+        parse_device(self.device)
         if self.layout.block_tokens < 1:
             raise ConfigError("--block-tokens", f"{self.layout.block_tokens} is less than 1")
         try:
