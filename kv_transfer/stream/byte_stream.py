@@ -1,4 +1,4 @@
-"""A connected socket on the event loop, in clear or under TLS: reads into and writes from its user's memory.
+"""A connected socket on the event loop: reads into and writes from its user's memory.
 
 asyncio's own streams copy what they are given.  Knows nothing of what the bytes mean.
 """
@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
 
-from kv_transfer.stream.readiness import readable, writable
 from twinpool.core.errors import TransferError
 
 _MAX_VIEWS = 512  # in one system call; IOV_MAX is 1024
@@ -28,7 +26,7 @@ class ByteStream:
     """One end.  One task reads; whoever likes writes.
 
     Args:
-        end: Connected, not blocking, past its handshake if under TLS; the stream's own from now on.
+        end: Connected, and not blocking; the stream's own from now on.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -50,6 +48,11 @@ class ByteStream:
     def is_whole(self) -> bool:
         """Whether both ways are open, and nobody gave up reading in the middle of something."""
         return self._lost is None and self._unsendable is None and not self._is_torn
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether all that was written is on its way."""
+        return not self._unsent
 
     async def read_into(self, target: memoryview) -> None:
         """Fill ``target``.
@@ -74,7 +77,7 @@ class ByteStream:
 
     def write(self, *views: memoryview | bytes) -> None:
         """Send bytes after those that were written before; they are read until ``drained`` returns."""
-        is_free = not self._unsent
+        is_free = self.is_drained
         if self._lost is None and self._unsendable is None:
             self._unsent.extend(memoryview(view) for view in views if len(view))
         if is_free:
@@ -86,7 +89,7 @@ class ByteStream:
         Raises:
             StreamLost: It never will be.
         """
-        if self._unsent:
+        if not self.is_drained and not (self._lost or self._unsendable):
             if self._sending is None:
                 self._sending = self._loop.create_future()
             await asyncio.shield(self._sending)
@@ -164,7 +167,7 @@ class ByteStream:
 
     def _write_on(self) -> None:
         try:
-            while self._unsent:
+            while not self.is_drained:
                 num_bytes = self._send()
                 if num_bytes is None:
                     self._block()
@@ -207,38 +210,3 @@ class ByteStream:
         self._end.close()
         if self._reading is not None and not self._reading.done():
             self._reading.set_result(None)
-
-
-class TLSStream(ByteStream):
-    """One end of an encrypted connection."""
-
-    _end: ssl.SSLSocket
-
-    def _receive(self, target: memoryview) -> int | None:
-        try:
-            return self._end.recv_into(target)
-        except ssl.SSLWantReadError:
-            return None
-
-    def _send(self) -> int | None:
-        try:
-            return self._end.send(self._unsent[0])
-        except ssl.SSLWantWriteError:
-            return None
-
-
-async def shake_hands(end: ssl.SSLSocket) -> None:
-    """Finish the handshake of a connected socket that does not block.
-
-    Raises:
-        OSError: The peer is not whom we want, or does not want us, or is gone.
-    """
-    while True:
-        try:
-            end.do_handshake()
-        except ssl.SSLWantReadError:
-            await readable(end)
-        except ssl.SSLWantWriteError:
-            await writable(end)
-        else:
-            return

@@ -15,14 +15,3 @@ async def readable(end: socket.socket) -> None:
         await is_ready.wait()
     finally:
         loop.remove_reader(end)
-
-
-async def writable(end: socket.socket) -> None:
-    """Return when a write would not wait."""
-    loop = asyncio.get_running_loop()
-    is_ready = asyncio.Event()
-    loop.add_writer(end, is_ready.set)
-    try:
-        await is_ready.wait()
-    finally:
-        loop.remove_writer(end)

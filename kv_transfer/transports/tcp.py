@@ -25,10 +25,11 @@ from typing import Any
 from kv_transfer.config import TransferConfig
 from kv_transfer.hello import Hello
 from kv_transfer.hub import Hub
-from kv_transfer.stream.byte_stream import ByteStream, StreamLost, TLSStream, shake_hands
+from kv_transfer.stream.byte_stream import ByteStream, StreamLost
 from kv_transfer.stream.channel import TcpChannel
 from kv_transfer.stream.idle import IdleStreams
 from kv_transfer.stream.incoming import Incoming
+from kv_transfer.stream.tls_stream import secured
 from kv_transfer.transport import FrameSink
 from twinpool.core.errors import ConfigError, TransferError, TransferTimeout, Untrusted
 from twinpool.core.ticket import Endpoint
@@ -171,16 +172,13 @@ class TcpTransport:
             stream = ByteStream(end)
         else:
             is_server = context is self._server_tls
-            secured = context.wrap_socket(
+            stream, tls = await secured(
                 end,
+                context,
                 server_side=is_server,
-                do_handshake_on_connect=False,
                 server_hostname=None if is_server else Party.WORKER.dns_name,
             )
-            stack.enter_context(secured)
-            await shake_hands(secured)
-            check_peer(names_in(secured.getpeercert()), Party.WORKER)
-            stream = TLSStream(secured)
+            check_peer(names_in(tls.getpeercert()), Party.WORKER)
         stack.callback(stream.close)
         return stream
 
