@@ -20,6 +20,8 @@ class Coverage:
 
     def num_missing(self, *, first_token: int, end_token: int) -> int:
         """Return how many tokens of a range have not arrived yet."""
+        if not self._ends or first_token >= self._ends[-1]:  # in order, as almost always
+            return end_token - first_token
         low, high = self._touching(first_token, end_token)
         present = sum(
             max(0, min(end, end_token) - max(start, first_token))
