@@ -267,11 +267,70 @@ def test_ray_starts_replaces_and_ends_all_ranks_of_a_worker(model: Path) -> None
         assert list(server.folder.iterdir()) == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_death_of_an_actor_replaces_all_ranks(model: Path, rank: int) -> None:
+    with serving(model, "--decode-tensor-parallel", "2") as server:
+        caller = Caller(server.client)
+        caller.learn(LONG)
+        first = caller.workers()["decode-0"]
+        pid = first["pid"] if rank == 0 else ranks_of("decode-0", server)[0].pid
+        actor = psutil.Process(pid).parent()
+        assert actor is not None and "Actor" in actor.cmdline()[0]
+        calls = [caller.call(ask) for ask in LONG]
+        assert until(lambda: all(len(call.ids) > 5 for call in calls))
+
+        actor.kill()
+
+        assert all(caller.is_right(call.join()) for call in calls), [call.describe() for call in calls]
+
+        def is_replaced() -> bool:
+            now = caller.workers().get("decode-0")
+            return now is not None and now["generation"] > first["generation"] and now["state"] == "ready"
+
+        assert until(is_replaced, within_s=PATIENCE_S)
+        assert until(lambda: not psutil.pid_exists(first["pid"]))
+        assert until(lambda: len(ranks_of("decode-0", server)) == 1)
+        assert caller.is_right(caller.call(LONG[0]).join())
+        started = server.descendants()
+        assert terminate(server) == 0
+        assert until(lambda: all_gone(started), within_s=1.0)
+
+
+@pytest.mark.slow
+def test_ranks_that_lose_ray_go_on_until_their_successors_join(model: Path) -> None:
+    with serving(model, "--prefill-tensor-parallel", "2") as server:
+        caller = Caller(server.client)
+        ask = Ask(prompt="hello", max_tokens=8, is_new=True)
+        caller.learn([ask])
+        first = caller.workers()
+        ranks = ranks_of("prefill-0", server)
+        (raylet,) = [process for process in server.descendants() if process.name() == "raylet"]
+
+        raylet.kill()
+        calls = []
+
+        def are_succeeded() -> bool:
+            calls.append(caller.call(ask).join())
+            now = caller.workers()
+            return all(now.get(name, first[name])["generation"] > first[name]["generation"] for name in first)
+
+        assert until(are_succeeded, within_s=PATIENCE_S)
+        assert all(caller.is_right(call) for call in calls)
+        assert until(lambda: all_gone(ranks))
+        assert len(ranks_of("prefill-0", server)) == 1
+        started = server.descendants()
+        assert terminate(server) == 0
+        assert until(lambda: all_gone(started), within_s=1.0)
+        assert list(server.folder.iterdir()) == []
+
+
 def ranks_of(worker_id: str, server: Server) -> list[psutil.Process]:
     """Return the processes of a worker's ranks but rank 0."""
-    return [
-        process
-        for process in server.descendants()
-        if "twinpool.cluster.rank_process" in process.cmdline()
-        and process.cmdline()[-1].startswith(f"{worker_id}/")
-    ]
+    found = []
+    for process in server.descendants():
+        with suppress(psutil.Error):  # it has just ended
+            line = process.cmdline()
+            if "twinpool.cluster.rank_process" in line and line[-1].startswith(f"{worker_id}/"):
+                found.append(process)
+    return found
