@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from kv_transfer import nccl
 from kv_transfer.config import TransferConfig
-from kv_transfer.lanes.slots import Slots, StagedSlot, make_slots
+from kv_transfer.lanes.slots import Slots, StagedSlot, empty_rows, make_slots
 from kv_transfer.lanes.two_ranks import TwoRanks
 from kv_transfer.pair.greeting import bytes_in, shape_in, text_in
 from kv_transfer.pair.keys import KeyExchange
@@ -87,10 +87,7 @@ class _GroupLane:
     def __init__(self, side: _Side) -> None:
         self.shape = side.shape
         self._side = side
-        rows = torch.empty(
-            (side.shape.num_slots, side.shape.slot_bytes), dtype=torch.uint8, device=side.device
-        )
-        self._slots: Slots = make_slots(rows)
+        self._slots: Slots = make_slots(empty_rows(side.shape, side.device))
         self._ranks: TwoRanks | None = None
         self._is_cut = False
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kv_transfer.config import TransferConfig
-from kv_transfer.lanes.slots import Slots, StagedSlot, make_slots
+from kv_transfer.lanes.slots import Slots, StagedSlot, empty_rows, make_slots
 from kv_transfer.pair.greeting import bytes_in, shape_in
 from kv_transfer.pair.keys import KeyExchange
 from kv_transfer.pair.lane import NoMove, Offer, Placed, Segment, SlotShape, end_of, slot_shape
@@ -164,10 +164,7 @@ class IpcReceiveLane:
         self._memory = memory
         self.shape = shape_in(offer)
         self.answer: Offer = {}
-        rows = torch.empty(
-            (self.shape.num_slots, self.shape.slot_bytes), dtype=torch.uint8, device=memory.device
-        )
-        self._slots: Slots = make_slots(rows)
+        self._slots: Slots = make_slots(empty_rows(self.shape, memory.device))
         self._seen: Seen | None = None
 
     def connect(self, keys: KeyExchange) -> None:

@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kv_transfer.pair.lane import Placed, Segment
+from kv_transfer.pair.lane import Placed, Segment, SlotShape
+from twinpool.core.errors import TransferError
 from twinpool.core.payload import DevicePayload, HostPayload
 from twinpool.core.ports import KVPayload
 
@@ -187,6 +188,18 @@ class DeviceSlots:
         done.record(self._stream)
         wait: Callable[[], None] = done.synchronize  # sleeps rather than spins
         return wait
+
+
+def empty_rows(shape: SlotShape, device: torch.device) -> Tensor:
+    """Return memory for slots, which holds anything.
+
+    Raises:
+        TransferError: The device has no more.
+    """
+    try:
+        return torch.empty((shape.num_slots, shape.slot_bytes), dtype=torch.uint8, device=device)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        raise TransferError(f"no room for slots on {device}: {str(error).splitlines()[0]}") from None
 
 
 def make_slots(rows: Tensor) -> Slots:

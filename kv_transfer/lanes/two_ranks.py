@@ -21,6 +21,7 @@ import re
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -33,7 +34,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store  # as torch.distributed.Store, but with its types
 
 from kv_transfer.pair.keys import KeyExchange
-from twinpool.core.errors import TransferError
+from twinpool.core.errors import TransferError, TransferTimeout
 
 _MEETING_S = 60.0  # for a library to connect to its other end
 _MAX_CTAS = 4  # channels of one NCCL communicator: what it takes of a GPU's memory and processors
@@ -87,8 +88,14 @@ class TwoRanks:
         Raises:
             TransferError: They will not; the group is of no use any more.
         """
-        with _told_as_transfer_error():
-            work.wait(timedelta(seconds=self._stall_s))
+        started_s = time.monotonic()
+        try:
+            with _told_as_transfer_error():
+                work.wait(timedelta(seconds=self._stall_s))
+        except TransferError:
+            if time.monotonic() < started_s + self._stall_s:
+                raise
+            raise TransferTimeout(f"it takes nothing for {self._stall_s:g} s") from None
         if self._is_cut:
             raise TransferError("the way to the peer was cut")
 

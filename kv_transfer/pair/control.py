@@ -64,6 +64,8 @@ class Control:
 
     def say(self, kind: Kind, body: bytes = b"", *, channel: int = 0) -> None:
         """Send a message; a peer that is gone does not hear it, which ``hear`` tells."""
+        if self._writer.transport.is_closing():
+            return
         if not self._said:
             asyncio.get_running_loop().call_soon(self._send)
         self._said += (_HEAD.pack(kind, channel, len(body)), body)
@@ -91,6 +93,8 @@ class Control:
     def _send(self) -> None:
         data = b"".join(self._said)
         self._said.clear()
+        if not data or self._writer.transport.is_closing():
+            return
         self._writer.write(data)
         if self._writer.transport.get_write_buffer_size() > _MOST_UNREAD_BYTES:
             self.cut()

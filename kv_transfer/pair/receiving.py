@@ -10,6 +10,7 @@ the slot is used again when the last of them is done with.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +34,8 @@ _MOST_CHANNELS = 4096
 _LINGER_S = 1.0  # for the last word to reach the peer
 
 _T = TypeVar("_T")
+
+_log = logging.getLogger(__name__)
 
 
 class ReceivingPair:
@@ -214,7 +217,7 @@ class ReceivingPair:
         self._grant(number, self._config.credit_bytes)
         intake = asyncio.create_task(self._take_in(number, incoming))
         self._intakes.add(intake)
-        intake.add_done_callback(self._intakes.discard)
+        intake.add_done_callback(self._note_end)
 
     async def _take_in(self, number: int, incoming: _Incoming) -> None:
         async def grant(num_bytes: int) -> None:
@@ -229,6 +232,12 @@ class ReceivingPair:
             self._channels.pop(number, None)
             incoming.drop_rest()
         self._control.say(Kind.REPLY, end_reply(end), channel=number)
+
+    def _note_end(self, intake: asyncio.Task[None]) -> None:
+        self._intakes.discard(intake)
+        if not intake.cancelled() and intake.exception() is not None:
+            _log.error("a channel was ended by a bug", exc_info=intake.exception())
+            self._control.cut()
 
     def _grant(self, number: int, num_bytes: int) -> None:
         self._control.say(Kind.REPLY, credit_reply(num_bytes), channel=number)

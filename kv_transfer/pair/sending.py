@@ -167,7 +167,11 @@ class SendingPair:
         self._queue = deque(queued for queued in self._queue if queued.channel is not channel)
         while self._staging is not None and channel in self._staging.channels:
             await asyncio.wait({self._staging.done})
-        leaving = {away.leaving for away in self._away.values() if channel in away.read}
+        own = [away for away in self._away.values() if channel in away.channels]
+        if any(self._age_s(away) > self._config.lease_s / 2 for away in own):
+            # Given up because the peer takes nothing: what goes there next shall not wait behind it.
+            self._end(TransferTimeout(f"{self._address} takes nothing"))
+        leaving = {away.leaving for away in own if away.reads_payloads}
         if leaving and (await asyncio.wait(leaving, timeout=_LEAVE_S))[1]:
             self._end(TransferTimeout(f"{self._address} takes nothing for {_LEAVE_S:g} s"))
             await asyncio.wait(leaving)
@@ -252,8 +256,8 @@ class SendingPair:
             return
         staged, move = staging.result()
         leaving = self._threads.waiter.call(move.wait)
-        read = channels if staged.reads_payloads else set()
-        self._away[slot] = _Away(asyncio.get_running_loop().time(), leaving, read)
+        now_s = asyncio.get_running_loop().time()
+        self._away[slot] = _Away(now_s, leaving, channels, staged.reads_payloads)
         leaving.add_done_callback(partial(self._left, slot))
 
     def _left(self, slot: int, leaving: asyncio.Future[None]) -> None:
@@ -261,7 +265,8 @@ class SendingPair:
             return
         error = leaving.exception()
         if error is not None:
-            self._end(TransferError(f"{self._address}: {error}"))
+            kind = type(error) if isinstance(error, TransferError) else TransferError
+            self._end(kind(f"{self._address}: {error}"))
         self._free_if_back(slot)
 
     def _taken(self, slot: int) -> None:
@@ -281,9 +286,11 @@ class SendingPair:
         limit_s = self._config.lease_s
         while True:
             await asyncio.sleep(min(_LOOK_EVERY_S, limit_s / 4))
-            now_s = asyncio.get_running_loop().time()
-            if any(now_s - away.since_s > limit_s for away in self._away.values()):
+            if any(self._age_s(away) > limit_s for away in self._away.values()):
                 raise TransferTimeout(f"{self._address} takes nothing for {limit_s:g} s")
+
+    def _age_s(self, away: _Away) -> float:
+        return asyncio.get_running_loop().time() - away.since_s
 
     def _end(self, error: TransferError) -> None:
         if self._error is not None:
@@ -390,7 +397,8 @@ class _Away:
 
     since_s: float
     leaving: asyncio.Future[None]
-    read: set[PairChannel]  # whose payloads are read until it has left
+    channels: set[PairChannel]  # whose bytes they are
+    reads_payloads: bool  # until it has left
     is_taken: bool = False
 
 

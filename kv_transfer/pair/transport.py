@@ -78,14 +78,15 @@ class PairTransport:
     async def open(self, peer: Endpoint, hello: Hello, *, timeout_s: float) -> PairChannel:
         try:
             async with asyncio.timeout(timeout_s):
-                while True:
-                    is_kept = peer.address in self._to
-                    pair = await self._pair_to(peer.address, hello)
-                    try:
-                        return await self._open(pair, hello)
-                    except TransferError:
-                        if not (is_kept and pair.is_over):
-                            raise  # else it was over before anybody noticed; a new one may do
+                kept = self._to.get(peer.address)
+                pair = await self._pair_to(peer.address, hello)
+                try:
+                    return await self._open(pair, hello)
+                except TransferError:
+                    if kept is None or not kept.is_of(pair) or not pair.is_over:
+                        raise
+                # It was over before anybody noticed.
+                return await self._open(await self._pair_to(peer.address, hello), hello)
         except TimeoutError:
             raise TransferTimeout(f"no answer from {peer.address} in {timeout_s:g} s") from None
 
@@ -134,9 +135,7 @@ class PairTransport:
         pair: SendingPair | None = None
         try:
             async with asyncio.timeout(_BUILD_S):
-                control = await self._door.connect(address)
-                lane = self._lanes.to_peer(control.local_host)
-                pair = SendingPair(control, lane, address, self._config)
+                pair = self._pair_over(await self._door.connect(address), address)
                 await pair.meet(hello)
             building.pair.set_result(pair)
             await pair.run()
@@ -153,6 +152,14 @@ class PairTransport:
                 del self._to[address]
             if pair is not None:
                 await pair.close()
+
+    def _pair_over(self, control: Control, address: str) -> SendingPair:
+        try:
+            lane = self._lanes.to_peer(control.local_host)
+        except BaseException:
+            control.cut()
+            raise
+        return SendingPair(control, lane, address, self._config)
 
     def _note_refusal(self, address: str, error: TransferError) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -231,6 +238,10 @@ class _Building:
     def is_idle(self) -> bool:
         """Whether it works and nobody uses it."""
         return self.pair.done() and self.pair.exception() is None and self.pair.result().is_idle
+
+    def is_of(self, pair: SendingPair) -> bool:
+        """Whether this is how ``pair`` was made."""
+        return self.pair.done() and self.pair.exception() is None and self.pair.result() is pair
 
     def fail(self, error: TransferError) -> None:
         """Tell all who wait that it will not be; ignored if it is."""
