@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import grpc
+import grpc.aio
 import psutil
 import pytest
 
@@ -192,6 +197,49 @@ def test_a_rank_that_is_asked_to_end_lets_its_worker_finish(pairs: ByHand) -> No
     assert until(lambda: all_gone(ranks), within_s=1.0)
     assert caller.metric("twinpool_retries_total") == retries
     pairs.start_again("decode-0")
+
+
+def test_nobody_else_can_be_a_rank_or_call_one_even_where_nothing_is_secured(pairs: ByHand) -> None:
+    async def codes() -> dict[int, set[grpc.StatusCode]]:
+        """What the ports answer to calls that only ranks may make."""
+        found: dict[int, set[grpc.StatusCode]] = {port: set() for port in ports}
+        for port in filter(speaks_http2, ports):
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                for name in ("Ranks/Join", "Rank/State", "Rank/Expect"):
+                    found[port].add(await code_of(channel.stream_stream(f"/twinpool.v1.{name}")))
+        return found
+
+    listening = [
+        each.laddr
+        for rank in pairs.workers["decode-0"].ranks()
+        for each in rank.net_connections(kind="inet")
+        if each.status == psutil.CONN_LISTEN
+    ]
+    assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+    ports = {address.port for address in listening}
+
+    answers = asyncio.run(codes())
+
+    assert not any(grpc.StatusCode.OK in codes for codes in answers.values()), answers
+    # The doors of rank 0 for ranks, and of rank 1 for rank 0; the other ports know no such call, or no gRPC.
+    assert list(answers.values()).count({grpc.StatusCode.UNAUTHENTICATED}) == 2, answers
+
+
+def speaks_http2(port: int) -> bool:
+    """Whether who listens there begins with a SETTINGS frame, as gRPC does; others wait for the caller."""
+    with socket.create_connection(("127.0.0.1", port), timeout=2.0) as connection:
+        try:
+            return connection.recv(9)[3:4] == b"\x04"
+        except TimeoutError:
+            return False
+
+
+async def code_of(method: Any) -> grpc.StatusCode:
+    try:
+        await method(iter([b""]), timeout=60.0).read()
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
 
 
 @pytest.mark.parametrize(
