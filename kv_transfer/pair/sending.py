@@ -54,8 +54,8 @@ class SendingPair:
         self._address = address
         self._config = config
         self._threads = LaneThreads(lane, f"to {address}")
-        # A part alone fills several slots with what it has credit for, so that none waits for another.
-        self._batch_bytes = min(lane.shape.slot_bytes, config.credit_bytes // (lane.shape.num_slots + 1))
+        # A part alone has credit for two batches, so that one is filled while the other is under way.
+        self._batch_bytes = min(lane.shape.slot_bytes, config.credit_bytes // 2)
         self._numbers = itertools.count(1)
         self._channels: dict[int, PairChannel] = {}
         self._queue: deque[_Queued] = deque()
