@@ -39,7 +39,8 @@ class ByteStream:
         self._is_watching = False  # for bytes to read
         self._is_torn = False
         self._on_unexpected: Callable[[], object] | None = None
-        self._unsent: deque[memoryview] = deque()
+        self._unsent: deque[memoryview | bytes] = deque()
+        self._num_unsent = 0  # bytes
         self._is_blocked = False  # the peer takes nothing now
         self._sending: asyncio.Future[None] | None = None  # until everything has gone
         self._unsendable: StreamLost | None = None
@@ -52,7 +53,7 @@ class ByteStream:
     @property
     def is_drained(self) -> bool:
         """Whether all that was written is on its way."""
-        return not self._unsent
+        return not self._num_unsent
 
     async def read_into(self, target: memoryview) -> None:
         """Fill ``target``.
@@ -79,7 +80,8 @@ class ByteStream:
         """Send bytes after those that were written before; they are read until ``drained`` returns."""
         is_free = self.is_drained
         if self._lost is None and self._unsendable is None:
-            self._unsent.extend(memoryview(view) for view in views if len(view))
+            self._unsent.extend(view for view in views if len(view))
+            self._num_unsent += sum(map(len, views))
         if is_free:
             self._write_on()
 
@@ -175,10 +177,14 @@ class ByteStream:
                 self._note_sent(num_bytes)
         except OSError as error:  # what the peer said before it left can still be read
             self._unsendable = StreamLost(str(error))
-            self._unsent.clear()
+            self._forget_unsent()
         self._unblock()
 
     def _note_sent(self, num_bytes: int) -> None:
+        self._num_unsent -= num_bytes
+        if not self._num_unsent:
+            self._unsent.clear()
+            return
         while num_bytes:
             view = self._unsent[0]
             if num_bytes < len(view):
@@ -186,6 +192,10 @@ class ByteStream:
                 return
             num_bytes -= len(view)
             self._unsent.popleft()
+
+    def _forget_unsent(self) -> None:
+        self._unsent.clear()
+        self._num_unsent = 0
 
     def _block(self) -> None:
         if not self._is_blocked:
@@ -205,7 +215,7 @@ class ByteStream:
             return
         self._lost = error
         self._loop.remove_reader(self._file)
-        self._unsent.clear()
+        self._forget_unsent()
         self._unblock()
         self._end.close()
         if self._reading is not None and not self._reading.done():

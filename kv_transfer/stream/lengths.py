@@ -38,4 +38,4 @@ async def read_small(stream: ByteStream, length: int, *, limit: int) -> bytes:
 
 def write_with_length(stream: ByteStream, *views: bytes | memoryview) -> None:
     """Write a message, which may come in several pieces; see ``ByteStream.write``."""
-    stream.write(_LENGTH.pack(sum(len(view) for view in views)), *views)
+    stream.write(_LENGTH.pack(sum(map(len, views))), *views)

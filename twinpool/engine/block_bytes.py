@@ -35,13 +35,12 @@ class BlockPayload:
     def views(self) -> tuple[memoryview, ...]:
         if not self._views:
             _, _, block_tokens, width = self._layer.shape
-            slots = self._layer.reshape(2, -1, width)
-            pieces = list(runs(self._part, block_tokens))
-            self._views = tuple(
-                slots[side, slot : slot + end - start].data.cast("B")
-                for side in (0, 1)
-                for start, end, slot in pieces
-            )
+            pieces = [
+                slice(slot * width, (slot + end - start) * width)
+                for start, end, slot in runs(self._part, block_tokens)
+            ]
+            sides = (self._layer[0].reshape(-1).data, self._layer[1].reshape(-1).data)
+            self._views = tuple(side[piece] for side in sides for piece in pieces)
         return self._views
 
     def tensor(self) -> None:
