@@ -24,6 +24,7 @@ def test_without_a_gpu_every_step_is_skipped_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_on_a_cpu_every_step_that_needs_no_gpu_is_rehearsed(tmp_path: Path) -> None:
     assert check.main(["--device", "cpu", "--tokens", "64", "--out", str(tmp_path)]) == 0
 

@@ -41,6 +41,7 @@ async def send_all(prefill: Worker, ticket: KVTicket) -> None:
     await transfer.wait()
 
 
+@pytest.mark.slow
 def test_processes_that_die_or_freeze_are_given_up_alone(name: str) -> None:
     module = host_memory.__name__
 

@@ -61,6 +61,7 @@ async def send_all(prefill: Worker, ticket: KVTicket) -> None:
     await transfer.wait()
 
 
+@pytest.mark.slow
 def test_a_killed_peer_is_given_up_alone_and_met_again_when_it_is_back() -> None:
     async def scenario() -> None:
         prefill = await start_prefill()
@@ -85,7 +86,7 @@ def test_a_killed_peer_is_given_up_alone_and_met_again_when_it_is_back() -> None
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize("has_begun", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_frozen_peer_ends_its_own_transfers_and_nobody_else_waits(has_begun: bool) -> None:
     async def scenario() -> None:
         prefill = await start_prefill()
