@@ -35,8 +35,10 @@ class SendingLine(WordProtocol):
         self._segment = segment
         self._address = address
         self._on_lost = on_lost
-        # What came back last goes out first: it is still in the processor's cache.
-        self._free = list(range(segment.num_slots))
+        # Slots go round, and half of them rest: memory that the other processor read just now is twice as slow to
+        # write as memory that has left its cache.
+        self._free = deque(range(segment.num_slots))
+        self._num_resting = segment.num_slots // 2
         self._lent: set[int] = set()
         self._waiting: deque[asyncio.Future[int | None]] = deque()
         self._channels: dict[int, ShmChannel] = {}
@@ -68,7 +70,7 @@ class SendingLine(WordProtocol):
         size = sum(frame.payload.nbytes for frame in frames)
         if size > SLOT_BYTES:
             raise TransferError(f"a message of {size} bytes is larger than {SLOT_BYTES}")
-        slot = self._free.pop() if self._free else await self._next_free(channel)
+        slot = self._free.popleft() if self._has_room else await self._next_free(channel)
         if slot is None:
             return
         header = frame_headers(copied(frames, self._segment.view(slot, size)))
@@ -103,6 +105,10 @@ class SendingLine(WordProtocol):
         for channel in list(self._channels.values()):
             channel.end(self._lost())
 
+    @property
+    def _has_room(self) -> bool:
+        return len(self._free) > self._num_resting
+
     def _end(self, channel: ShmChannel, reply: bytes) -> None:
         try:
             read_reply(reply, address=self._address)
@@ -129,13 +135,12 @@ class SendingLine(WordProtocol):
         self._give(slot)
 
     def _give(self, slot: int) -> None:
-        """Give a slot to who has waited longest."""
-        while self._waiting:
+        """Put a slot to the others, and give one to who has waited longest."""
+        self._free.append(slot)
+        while self._waiting and self._has_room:
             waiting = self._waiting.popleft()
             if not waiting.done():
-                waiting.set_result(slot)
-                return
-        self._free.append(slot)
+                waiting.set_result(self._free.popleft())
 
     def _lost(self) -> TransferError:
         return LineLost(f"{self._address}: the receiver is gone")

@@ -158,7 +158,7 @@ class ShmTransport:
                 await asyncio.sleep(_RETRY_S)
 
     async def _receive(self, end: socket.socket, sink: FrameSink) -> None:
-        num_slots = min(MAX_SLOTS, self._config.credit_bytes // self._config.message_bytes)
+        num_slots = min(MAX_SLOTS, 2 * (self._config.credit_bytes // self._config.message_bytes))  # half rest
         segment = share_segment(end, num_slots)
         line = ReceivingLine(sink, segment, on_lost=self._receiving.discard)
         await asyncio.get_running_loop().connect_accepted_socket(lambda: line, end)

@@ -525,7 +525,7 @@ def test_a_sender_that_says_what_none_says_loses_its_line_and_changes_nothing(ca
                 case "a word of nobody":
                     raw.say(hello, Word(99, 1))
                 case "a slot that does not exist":
-                    raw.say(hello, message._replace(slot=4))
+                    raw.say(hello, message._replace(slot=8))
                 case "a slot that it does not have":
                     raw.say(hello, message, message)
                 case "more bytes than a slot has":
