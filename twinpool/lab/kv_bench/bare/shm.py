@@ -1,7 +1,7 @@
-"""The bare link of shm: the sender copies pieces into memory that both share, the receiver reads them there.
+"""The bare link of shm: the sender copies into memory that both share, then the receiver reads it in place.
 
-A byte over a socket says that a piece is there, another one that it was read.  To read is to add up the
-eight-byte words of a piece, which is as fast as memory is.
+A byte over a socket says that everything is there, another one that it was read.  To read is to add up the
+eight-byte words, which is as fast as memory is.
 """
 
 from __future__ import annotations
@@ -21,32 +21,27 @@ from twinpool.core.errors import TransferError
 from twinpool.lab.kv_bench.bare.link import DONE, LinkSize, Receiving, Sending, some_bytes
 from twinpool.lab.kv_bench.bare.sockets import SocketReceiving, SocketSending, connected, listening
 
-_NUM_SLOTS = 4
-_MIB = 2**20
 _Bytes = npt.NDArray[np.uint8]
 
 
 def piece_sizes(num_bytes: int) -> Sequence[int]:
-    """Everything at once, or pieces, of which one is copied while another one is read."""
-    return (num_bytes, *(size for size in (_MIB // 4, _MIB, 2 * _MIB) if size < num_bytes))
+    """Everything at once: the sum of one copy and one reading."""
+    return (num_bytes,)
 
 
 async def listen(host: str, size: LinkSize) -> Receiving:
     name = f"twinpool-bare-{secrets.token_hex(16)}"
     listener = listening(socket.AF_UNIX, f"\0{name}")
     file = os.memfd_create("twinpool-bare")
-    try:
-        os.ftruncate(file, _memory_bytes(size))
-        memory = _mapped(file, size)
-        copy = os.dup(file)
-    finally:
-        os.close(file)
+    os.ftruncate(file, size.num_bytes)
+    memory = _mapped(file, size)
 
     def meet(end: socket.socket) -> None:
-        socket.send_fds(end, [DONE], [copy])
-        os.close(copy)
+        socket.send_fds(end, [DONE], [file])
 
-    return SocketReceiving(listener, name, serve=partial(_receive, size=size, memory=memory), meet=meet)
+    return SocketReceiving(
+        listener, name, serve=partial(_receive, memory=memory), meet=meet, leave=partial(os.close, file)
+    )
 
 
 async def connect(address: str, size: LinkSize) -> Sending:
@@ -57,53 +52,25 @@ async def connect(address: str, size: LinkSize) -> Sending:
     finally:
         for file in files:
             os.close(file)
-    return SocketSending(end, partial(_send, end, some_bytes(size.num_bytes), size, memory))
+    return SocketSending(end, partial(_send, end, some_bytes(size.num_bytes), memory))
 
 
-def _send(end: socket.socket, data: _Bytes, size: LinkSize, memory: _Bytes) -> float:
-    pieces = size.pieces()
+def _send(end: socket.socket, data: _Bytes, memory: _Bytes) -> float:
     started_s = time.perf_counter()
-    num_free, num_read = _NUM_SLOTS, 0
-    for number, (start, stop) in enumerate(pieces):
-        if not num_free:
-            num_told = _heard(end)
-            num_free, num_read = num_told, num_read + num_told
-        place = number % _NUM_SLOTS * size.piece_bytes
-        memory[place : place + stop - start] = data[start:stop]
-        end.sendall(DONE)
-        num_free -= 1
-    while num_read < len(pieces):
-        num_read += _heard(end)
+    memory[:] = data
+    end.sendall(DONE)
+    if end.recv(1) != DONE:
+        raise TransferError("the bare link broke")
     return time.perf_counter() - started_s
 
 
-def _receive(end: socket.socket, *, size: LinkSize, memory: _Bytes) -> bool:
-    pieces = size.pieces()
-    number = 0
-    while number < len(pieces):
-        try:
-            num_told = _heard(end)
-        except TransferError:
-            return False
-        for start, stop in pieces[number : number + num_told]:
-            place = number % _NUM_SLOTS * size.piece_bytes
-            piece = memory[place : place + stop - start]
-            piece[: len(piece) // 8 * 8].view(np.int64).sum()
-            end.sendall(DONE)
-            number += 1
+def _receive(end: socket.socket, *, memory: _Bytes) -> bool:
+    if not end.recv(1):
+        return False
+    memory[: len(memory) // 8 * 8].view(np.int64).sum()
+    end.sendall(DONE)
     return True
 
 
-def _heard(end: socket.socket) -> int:
-    heard = end.recv(_NUM_SLOTS)
-    if not heard:
-        raise TransferError("the bare link broke")
-    return len(heard)
-
-
-def _memory_bytes(size: LinkSize) -> int:
-    return min(_NUM_SLOTS, len(size.pieces())) * size.piece_bytes
-
-
 def _mapped(file: int, size: LinkSize) -> _Bytes:
-    return np.frombuffer(mmap.mmap(file, _memory_bytes(size)), np.uint8)
+    return np.frombuffer(mmap.mmap(file, size.num_bytes), np.uint8)
