@@ -14,7 +14,7 @@ from twinpool.core.errors import ConfigError
 from twinpool.core.tls import TLSFiles
 
 # The best first; a name that is not here is used only if it is asked for.
-PREFERENCE = ("cuda_ipc", "shm", "tcp", "grpc")
+PREFERENCE = ("shm", "tcp", "grpc")
 
 
 def transport_names() -> tuple[str, ...]:
