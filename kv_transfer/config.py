@@ -8,6 +8,7 @@ from twinpool.core.errors import ConfigError
 
 # No transport sends or takes a larger message, so a peer cannot make us allocate more than this.
 MAX_MESSAGE_BYTES = 8 * 2**20
+MAX_CREDIT_BYTES = 2**40  # more than any machine has, and less than what a message can say
 _HEADER_ROOM_BYTES = 2**20
 _PROTOCOL = "2"  # changes whenever two ends of different builds would misunderstand each other
 
@@ -39,6 +40,8 @@ class TransferConfig:
                 "transfer.message_bytes",
                 f"{self.message_bytes} is more than {MAX_MESSAGE_BYTES - _HEADER_ROOM_BYTES}",
             )
+        if self.credit_bytes > MAX_CREDIT_BYTES:
+            raise ConfigError("transfer.credit_bytes", f"{self.credit_bytes} is more than {MAX_CREDIT_BYTES}")
         if self.credit_bytes < self.message_bytes:
             raise ConfigError(
                 "transfer.credit_bytes",
@@ -51,5 +54,6 @@ class TransferConfig:
         return {
             "kv_protocol": _PROTOCOL,
             "kv_compact": str(self.compact).lower(),
+            "kv_checksum": str(self.checksum).lower(),
             "convert_dtypes": str(self.convert_dtypes).lower(),
         }

@@ -10,7 +10,7 @@ from dataclasses import fields
 
 from twinpool.core.errors import ConfigError, LayoutMismatch
 from twinpool.core.layout import KVLayout
-from twinpool.core.ports import WorkerInfo
+from twinpool.core.ports import Role, WorkerInfo
 
 OWN = frozenset({"tp_size", "block_tokens", "convert_dtypes"})
 """What each worker decides for itself: KV travels by token position and by head, whatever holds it there."""
@@ -19,7 +19,8 @@ OWN = frozenset({"tp_size", "block_tokens", "convert_dtypes"})
 def check_fit(there: WorkerInfo, new: WorkerInfo) -> None:
     """Check that two workers can serve one model together.
 
-    Model, layout and fingerprint must be equal but for OWN, and for the dtype where both convert.
+    Model, layout and fingerprint must be equal but for OWN, and for the dtype where both convert.  Who computes
+    prompts and who decodes must have a transport in common.
 
     Raises:
         LayoutMismatch: They differ in a setting that must be equal; the first such setting is named.
@@ -29,6 +30,13 @@ def check_fit(there: WorkerInfo, new: WorkerInfo) -> None:
         if old_value != new_value and not is_free:
             raise LayoutMismatch(
                 f"{name}: {there.worker_id} stores {old_value}, {new.worker_id} stores {new_value}"
+            )
+    if {there.role, new.role} == {Role.PREFILL, Role.DECODE}:
+        old_names, new_names = _transports(there), _transports(new)
+        if old_names and new_names and not old_names & new_names:
+            raise LayoutMismatch(
+                f"transports: {there.worker_id} has {', '.join(sorted(old_names))}, "
+                f"{new.worker_id} has {', '.join(sorted(new_names))}, and none in common"
             )
 
 
@@ -42,6 +50,10 @@ def check_ranks(info: WorkerInfo) -> None:
         raise ConfigError(
             f"worker {info.worker_id}", f"{len(info.ranks)} ranks are named, tp_size is {info.layout.tp_size}"
         )
+
+
+def _transports(info: WorkerInfo) -> set[str]:
+    return {endpoint.transport for endpoints in info.ranks for endpoint in endpoints}
 
 
 def _converts(info: WorkerInfo) -> bool:

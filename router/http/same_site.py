@@ -22,11 +22,20 @@ def foreign_page(scope: Scope, *, host: str) -> str | None:
     """
     asked = _header(scope, b"host")
     origin = _header(scope, b"origin")
-    if origin is not None and urlsplit(origin).netloc != asked:
+    if origin is not None and _split(origin)[0] != asked:
         return f"origin {origin[:100]}"
-    if asked is not None and _is_loopback(host) and not _is_loopback(urlsplit(f"//{asked}").hostname or ""):
+    if asked is not None and _is_loopback(host) and not _is_loopback(_split(f"//{asked}")[1]):
         return f"host {asked[:100]}"
     return None
+
+
+def _split(url: str) -> tuple[str, str]:
+    """Return host and port, and the host alone; empty if there are none to be found."""
+    try:
+        parts = urlsplit(url)
+        return parts.netloc, parts.hostname or ""
+    except ValueError:
+        return "", ""
 
 
 def _header(scope: Scope, name: bytes) -> str | None:

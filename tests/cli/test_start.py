@@ -21,7 +21,9 @@ def seconds_of(*args: str) -> float:
     return min(times)
 
 
-@pytest.mark.parametrize("args", [["--help"], ["serve", "--help"], ["doctor", "--help"], ["kv-bench", "--help"]])
+@pytest.mark.parametrize(
+    "args", [["--help"], ["serve", "--help"], ["doctor", "--help"], ["kv-bench", "--help"]]
+)
 def test_help_loads_no_heavy_library(args: list[str]) -> None:
     program = (
         "import sys\n"

@@ -13,6 +13,7 @@ from tests.toys import layout
 from twinpool.core.errors import ConfigError, LayoutMismatch
 from twinpool.core.layout import KVLayout
 from twinpool.core.ports import Role, WorkerInfo
+from twinpool.core.ticket import Endpoint
 
 BASE = {"weights": "abc", "dtype": "float32", "kv_protocol": "2", "kv_compact": "false"}
 YES = {"convert_dtypes": "true"}
@@ -90,6 +91,18 @@ def test_workers_of_two_models_do_not_fit() -> None:
 
     with pytest.raises(LayoutMismatch, match=r"^model: prefill-0 stores toy, decode-0 stores other$"):
         check_fit(there, new)
+
+
+def test_two_workers_without_a_transport_in_common_are_told_so() -> None:
+    there, new = worker_info(Role.PREFILL), worker_info(Role.DECODE)
+    there = replace(there, ranks=((Endpoint("tcp", "a:1"),),))
+    new = replace(new, ranks=((Endpoint("shm", "b"), Endpoint("grpc", "b:1")),))
+
+    with pytest.raises(
+        LayoutMismatch, match=r"^transports: prefill-0 has tcp, decode-0 has grpc, shm, and none in common$"
+    ):
+        check_fit(there, new)
+    check_fit(there, replace(new, role=Role.PREFILL))
 
 
 @pytest.mark.parametrize("num_named", [0, 1, 3])

@@ -34,6 +34,8 @@ def test_programs_and_own_pages_may_ask(headers: dict[str, str], listen: str) ->
         ({"host": "127.0.0.1:8000", "origin": "null"}, "origin null"),
         ({"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:9000"}, "origin http://127.0.0.1:9000"),
         ({"host": "evil.example:8000"}, "host evil.example:8000"),
+        ({"host": "127.0.0.1:8000", "origin": "http://["}, "origin http://["),
+        ({"host": "["}, "host ["),
         ({"host": "127.0.0.1.evil.example"}, "host 127.0.0.1.evil.example"),
         ({"host": "evil.example", "origin": "http://evil.example"}, "host evil.example"),
     ],

@@ -1,11 +1,11 @@
 """The life of a rank that is not rank 0: it computes what rank 0 plans, and moves its own heads.
 
-    call rank 0 -> join the group, load a share of the model -> start the transports, the server -> ready
-      the group closes   leave, exit 0
-      rank 0 goes        ends: a rank is nothing by itself
-      a step fails       tells rank 0 why, and ends
-      SIGTERM            tells rank 0, which drains the worker; without an end of that, exit 1
-      a second SIGTERM   exit at once
+call rank 0 -> join the group, load a share of the model -> start the transports, the server -> ready
+  the group closes   leave, exit 0
+  rank 0 goes        ends: a rank is nothing by itself
+  a step fails       tells rank 0 why, and ends
+  SIGTERM            tells rank 0, which drains the worker; without an end of that, exit 1
+  a second SIGTERM   exit at once
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The other ranks of a worker: how its rank 0 starts them, waits for them and learns of their end.
 
-    meeting -> the others come: children of this process, or started elsewhere -> group -> all ready
-      one of them goes     the worker is over: no rank can compute or give a block back without it
-      one is asked to end  this process is asked to
+meeting -> the others come: children of this process, or started elsewhere -> group -> all ready
+  one of them goes     the worker is over: no rank can compute or give a block back without it
+  one is asked to end  this process is asked to
 """
 
 from __future__ import annotations
