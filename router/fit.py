@@ -19,8 +19,8 @@ OWN = frozenset({"tp_size", "block_tokens", "convert_dtypes"})
 def check_fit(there: WorkerInfo, new: WorkerInfo) -> None:
     """Check that two workers can serve one model together.
 
-    Model, layout and fingerprint must be equal but for OWN, and for the dtype where both convert.  Who computes
-    prompts and who decodes must have a transport in common.
+    Model, layout and fingerprint must be equal but for OWN, and for the dtype where both convert.  Who
+    computes prompts and who decodes must have a transport in common.
 
     Raises:
         LayoutMismatch: They differ in a setting that must be equal; the first such setting is named.

@@ -35,8 +35,8 @@ class SendingLine(WordProtocol):
         self._segment = segment
         self._address = address
         self._on_lost = on_lost
-        # Slots go round, and half of them rest: memory that the other processor read just now is twice as slow
-        # to write as memory that has left its cache.
+        # Slots go round, and half of them rest: memory that the other processor read just now is twice as
+        # slow to write as memory that has left its cache.
         self._free = deque(range(segment.num_slots))
         self._num_resting = segment.num_slots // 2
         self._lent: set[int] = set()
