@@ -17,6 +17,7 @@ from twinpool.cli.options import settings
 from twinpool.cluster.config import DeploymentConfig, PoolsConfig, WorkerConfig
 from twinpool.core.config import bind, load_yaml, merge, to_yaml, unbind
 from twinpool.core.errors import ConfigError
+from twinpool.core.open_files import allow_many_files
 from twinpool.core.security import SecurityConfig
 
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -41,6 +42,7 @@ def serve(args: argparse.Namespace) -> int:
         return 0
     from twinpool.cluster.serve import serve as run_server
 
+    allow_many_files()
     _log_to_stderr()
     return run_server(config, say=say, on_ready=lambda url: print(f"ready {url}", flush=True))
 
@@ -56,6 +58,7 @@ def worker(args: argparse.Namespace) -> int:
     from twinpool.cluster.child import threads_of
     from twinpool.core.errors import InternalError
 
+    allow_many_files()
     _log_to_stderr()
     folder = resolve_model(config.model, progress=say)
     config = replace(config, model=str(folder), model_name=config.model_name or served_name(config.model))

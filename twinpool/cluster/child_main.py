@@ -19,6 +19,7 @@ from typing import IO, TypeAlias, TypeVar
 import psutil
 
 from twinpool.core.config import bind
+from twinpool.core.open_files import allow_many_files
 
 _SETTLE_S = 0.5  # a watcher and its supervisor that die together do not die in the same instant
 
@@ -46,6 +47,7 @@ def run_child(
     news = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    allow_many_files()
     settings = bind(kind, json.loads(sys.stdin.buffer.readline()))
     watcher = _Watcher(supervisor_pid(settings))
     watcher.start()
