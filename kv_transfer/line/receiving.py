@@ -67,6 +67,13 @@ class ReceivingLine(WordProtocol):
         for intake in self._channels.values():
             intake.messages.put_nowait(None)
 
+    def pause_writing(self) -> None:
+        """Listen no more to a sender that does not listen; a sender always does, so that nobody hangs."""
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._transport.resume_reading()
+
     async def close(self) -> None:
         tasks = [intake.task for intake in self._channels.values()]
         for task in tasks:

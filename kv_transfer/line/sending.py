@@ -45,6 +45,11 @@ class SendingLine(WordProtocol):
         self._numbers = itertools.count()
         self._idle_timer = self._loop.call_later(_IDLE_S, self.cut)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no part goes over it."""
+        return not self._channels
+
     async def open(self, hello: Hello) -> ShmChannel:
         """Ask for a part to be admitted.
 
@@ -73,7 +78,11 @@ class SendingLine(WordProtocol):
         slot = self._free.popleft() if self._has_room else await self._next_free(channel)
         if slot is None:
             return
-        header = frame_headers(copied(frames, self._segment.view(slot, size)))
+        try:
+            header = frame_headers(copied(frames, self._segment.view(slot, size)))
+        except BaseException:
+            self._give(slot)
+            raise
         self._lent.add(slot)
         self.say(Word(What.MESSAGE, channel.number, slot, size, header))
         await asyncio.sleep(0)  # others have waited for a whole message to be copied
@@ -95,7 +104,7 @@ class SendingLine(WordProtocol):
     def forget(self, channel: ShmChannel) -> None:
         """Close the line in a while if this was the last channel."""
         del self._channels[channel.number]
-        if not self._channels and not self.is_lost:
+        if self.is_idle and not self.is_lost:
             self._idle_timer = self._loop.call_later(_IDLE_S, self.cut)
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -94,13 +94,6 @@ class WordProtocol(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._gone.set()
 
-    def pause_writing(self) -> None:
-        """Listen no more to a peer that does not listen."""
-        self._transport.pause_reading()
-
-    def resume_writing(self) -> None:
-        self._transport.resume_reading()
-
     def _act(self) -> None:
         heard, start = self._heard, 0
         while len(heard) - start >= _WORD.size and not self._transport.is_closing():

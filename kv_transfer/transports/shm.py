@@ -96,6 +96,7 @@ class ShmTransport:
                 line = await self._line(peer.address)
                 return await line.open(hello)
         except TimeoutError:
+            self._cut_if_idle(peer.address)
             raise TransferTimeout(f"no answer from {peer.address} in {timeout_s:g} s") from None
 
     async def close(self) -> None:
@@ -138,8 +139,14 @@ class ShmTransport:
             stack.pop_all()
         return line
 
+    def _cut_if_idle(self, address: str) -> None:
+        """Cut the line to a peer that does not answer: what was said on it would pile up."""
+        connecting = self._sending.get(address)
+        if connecting is not None and _has_line(connecting) and connecting.result().is_idle:
+            connecting.result().cut()
+
     def _forget_failed(self, address: str, connecting: asyncio.Task[SendingLine]) -> None:
-        if connecting.cancelled() or connecting.exception() is not None:
+        if not _has_line(connecting):
             del self._sending[address]
 
     async def _accept(self, sink: FrameSink) -> None:
@@ -175,6 +182,10 @@ class ShmTransport:
                 return False
             idle.cut()
         return True
+
+
+def _has_line(connecting: asyncio.Task[SendingLine]) -> bool:
+    return connecting.done() and not connecting.cancelled() and connecting.exception() is None
 
 
 def _unix_socket() -> socket.socket:

@@ -110,6 +110,25 @@ def test_a_message_that_fits_into_no_slot_is_an_error_of_its_transfer() -> None:
     asyncio.run(scenario())
 
 
+def test_a_payload_that_cannot_be_read_costs_no_slot() -> None:
+    class Unreadable(HostPayload):
+        def copy_into(self, target: memoryview) -> None:
+            raise RuntimeError("the GPU is gone")
+
+    async def scenario() -> None:
+        async with two_workers("shm", FOUR_SLOTS) as (prefill, decode):
+            ticket = await expect(decode, blocks=BLOCKS, num_tokens=TOKENS)
+            (frame, *_) = frames_of(prefill.store, ticket, BLOCKS, frame_tokens=4)
+            channel = await open_channel(prefill, ticket)
+            for _ in range(10):
+                with pytest.raises(RuntimeError):
+                    await channel.send([replace(frame, payload=Unreadable(frame.payload.views()))])
+            await channel.abort()
+            await one_whole_transfer(prefill, decode)
+
+    asyncio.run(scenario())
+
+
 def test_slots_come_back_however_a_transfer_ends() -> None:
     """With four slots, one that is lost in each of five transfers would end in a hang."""
 
@@ -238,6 +257,29 @@ def test_a_peer_that_is_frozen_or_gone_is_an_error_in_time() -> None:
                 await part.wait()
         await prefill.close()
         assert num_segments() == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_peer_that_does_not_answer_is_asked_again_on_a_new_line() -> None:
+    async def scenario() -> None:
+        config = replace(CONFIG, connect_timeout_s=0.3)
+        prefill = await start_worker("shm", config, hub=Hub(), num_blocks=NUM_BLOCKS, worker_id=SENDER_ID)
+        async with receiver_process("shm", num_transfers=6) as decode:
+            first, second, third, fourth, other, _ = decode.tickets
+            await send_frames(prefill, first, range(NUM_BLOCKS))
+            busy = await open_channel(prefill, other)
+            num_fds = psutil.Process().num_fds()
+            decode.stop()
+            for ticket, num_lines in ((second, 1), (third, 0)):
+                with pytest.raises(TransferTimeout):
+                    await prefill.transport.open(ticket.ranks[0][0], hello_of(ticket), timeout_s=0.3)
+                await asyncio.sleep(0.01)
+                assert psutil.Process().num_fds() == num_fds - 1 + num_lines, "a busy line is left alone"
+                await busy.abort()
+            decode.go_on()
+            await send_frames(prefill, fourth, range(NUM_BLOCKS))
+        await prefill.close()
 
     asyncio.run(scenario())
 
