@@ -56,10 +56,11 @@ def bind_worker(**settings: object) -> WorkerConfig:
     ("device", "tensor_parallel", "starts_ranks", "devices"),
     [
         ("cpu", 2, True, ["cpu", "cpu"]),
-        ("cuda", 1, True, ["cuda"]),
+        ("cuda:x", 1, True, ["cuda:x"]),  # refused where the model is loaded
+        ("cuda", 1, True, ["cuda:0"]),
         ("cuda", 3, True, ["cuda:0", "cuda:1", "cuda:2"]),
         ("cuda:2", 2, True, ["cuda:2", "cuda:3"]),
-        ("cuda", 2, False, ["cuda", "cuda"]),  # each process sees the GPU that Ray gave it, and no other
+        ("cuda", 2, False, ["cuda:0", "cuda:0"]),  # each process sees the GPU that Ray gave it, and no other
     ],
 )
 def test_each_rank_has_a_device(

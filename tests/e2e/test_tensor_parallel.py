@@ -99,6 +99,11 @@ def test_tokens_equal_transformers(
         for name in ("sent", "received"):  # by all ranks together
             metric = f"twinpool_worker_kv_{name}_bytes_total"
             assert until(lambda metric=metric: caller.metric(metric) == moved), caller.metric(metric)
+        assert answers_of(deployment, asks) == expected
+        assert until(caller.is_clean, within_s=PATIENCE_S), caller.audit()
+        metric = "twinpool_worker_kv_received_bytes_total"
+        assert until(lambda: moved < caller.metric(metric)), "nothing was sent"
+        assert caller.metric(metric) < 2 * moved, "what the decode worker had was sent again"
         assert caller.metric("twinpool_retries_total") == caller.metric("twinpool_fallbacks_total") == 0
         ends = [(worker, worker.ranks()) for worker in deployment.workers.values()]
         for worker, _ in ends:

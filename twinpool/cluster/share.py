@@ -34,11 +34,14 @@ def group_config(config: WorkerConfig, *, rank: int, secret: Secret) -> GroupCon
 
 
 def device_of(config: WorkerConfig, *, rank: int) -> str:
-    """Return the device of a rank: of ranks that one process starts each has a GPU of its own, in order."""
+    """Return the device of a rank: of ranks that one process starts each has a GPU of its own, in order.
+
+    One that is started elsewhere sees its own GPU and no other.
+    """
     kind, _, number = config.device.partition(":")
-    if kind == "cpu" or not config.starts_ranks or config.tensor_parallel == 1:
-        return config.device
-    return f"{kind}:{int(number or 0) + rank}"
+    if kind == "cpu" or (number and not number.isdecimal()):
+        return config.device  # whoever loads the model refuses nonsense
+    return f"{kind}:{int(number or 0) + (rank if config.starts_ranks else 0)}"
 
 
 def load_share(config: WorkerConfig, group: RankGroup) -> tuple[LoadedModel, KVCache]:
