@@ -5,6 +5,7 @@ The functions that load block, and all ranks call them at the same time.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +48,9 @@ def device_of(config: WorkerConfig, *, rank: int) -> str:
 def load_share(config: WorkerConfig, group: RankGroup) -> tuple[LoadedModel, KVCache]:
     """Load this rank's share of the model, and make a KV cache of as many blocks as all ranks have room for.
 
+    For a process of its own: what it has loaded by then is there to stay, and no more looked through for
+    garbage, which would stop tokens, transfers and heartbeats for 0.1 s and longer each time.
+
     Raises:
         ModelError: The checkpoint cannot be run.
         ConfigError: A setting cannot work: the device, the dtype, the memory, the number of ranks.
@@ -56,7 +60,9 @@ def load_share(config: WorkerConfig, group: RankGroup) -> tuple[LoadedModel, KVC
     loaded = load_model(Path(config.model), device=device, dtype=config.dtype, group=group)
     layout = loaded.spec.layout(block_tokens=config.engine.block_tokens, tp_size=group.size)
     num_blocks = group.minimum(num_blocks_for(layout, _budget_bytes(config, device)))
-    return loaded, KVCache(layout, num_blocks, device, rank=group.rank)
+    cache = KVCache(layout, num_blocks, device, rank=group.rank)
+    gc.freeze()
+    return loaded, cache
 
 
 @dataclass(frozen=True, slots=True)
