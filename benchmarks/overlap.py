@@ -24,7 +24,7 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.shaper import LinkShape
 from twinpool.engine.config import EngineConfig
 
-TOKENS, CHUNK_TOKENS, LAYERS = 512, 256, 30  # the prompt, a step of the engine, and SmolLM2's layers
+TOKENS, CHUNK_TOKENS, LAYERS = 1024, EngineConfig().max_chunk_tokens, 30  # SmolLM2 has 30 layers
 ARMS = ("nothing to send", "streamed", "whole", "streamed, slow link", "whole, slow link")
 STREAMED = TransferConfig(whole_below_tokens=0)
 WHOLE = TransferConfig(whole_below_tokens=1_000_000)
@@ -38,7 +38,7 @@ async def measure(*, transport: str, repeat: int) -> tuple[float, dict[str, list
         model=smollm2(),
         transport=transport,
         num_tokens=2 * TOKENS,
-        engine=EngineConfig(prefix_cache=False, max_chunk_tokens=CHUNK_TOKENS),
+        engine=EngineConfig(prefix_cache=False),
         transfer=STREAMED,
     )
     decode = replace(prefill, worker_id="decode", num_tokens=4 * TOKENS, engine=EngineConfig())

@@ -23,7 +23,7 @@ from benchmarks.worker import WorkerSpec
 from kv_transfer.config import TransferConfig
 from twinpool.engine.config import EngineConfig
 
-LENGTHS = (16, 32, 64, 128, 256, 512)
+LENGTHS = (8, 16, 32, 64, 128, 256)
 TRANSPORTS = ("shm", "tcp", "grpc")
 _STREAMED, _WHOLE = "streamed", "whole"
 
