@@ -1,9 +1,9 @@
-"""How the ranks of one worker find each other: the others call rank 0, and stay on the line.
+"""How the ranks of one worker find each other: the others call rank 0, and stay.
 
     rank 0   RankMeeting: start -> all_ready -> ... lost: the first of them went -> stop
     others   join_ranks: welcomed -> ready -> ... gone: rank 0 went; or failed: tells it why this one goes
 
-Who is on the line lives: a process that ends breaks its connections at once, and one that is frozen answers
+Who stays lives: a process that ends breaks its connections at once, and one that is frozen answers
 no keepalive.
 """
 
@@ -80,7 +80,7 @@ class RankMeeting:
         return tuple(rank for rank, ready in self._attendance.ready.items() if not ready.done())
 
     async def all_gone(self) -> None:
-        """Wait until no rank is on the line."""
+        """Wait until no rank stays."""
         await self._attendance.nobody.wait()
 
     async def stop(self) -> None:
@@ -166,7 +166,7 @@ async def _read_hello(context: Context) -> RankHello:
 
 
 class RankStay:
-    """The line from another rank to rank 0; only ``join_ranks`` makes one.
+    """The stay of another rank at rank 0; only ``join_ranks`` makes one.
 
     Attributes:
         group_address: Where the ranks compute together.
@@ -217,7 +217,7 @@ class RankStay:
 async def join_ranks(
     address: str, hello: RankHello, *, audience: str, trust: Trust
 ) -> AsyncIterator[RankStay]:
-    """Call rank 0 and stay on the line until the block ends.
+    """Call rank 0 and stay until the block ends.
 
     Args:
         address: Of its meeting.
