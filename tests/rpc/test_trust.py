@@ -285,7 +285,8 @@ def test_a_worker_without_the_secret_is_not_taken_in_and_ends(folder: Path) -> N
                             address, INFO, lambda: LOAD, trust=Trust(party=Party.WORKER, secret=secret)
                         )
             assert members.log == []
-            assert door.num_refused == 2
+            # gRPC loses the reason of a refusal that comes while the worker still writes; it asks again then.
+            assert door.num_refused >= 2
 
     asyncio.run(run())
 
