@@ -34,7 +34,7 @@ MEMORY = ("--kv-memory", "8MiB")
 LONG = tuple(Ask(prompt=f"tell me story {number}", max_tokens=200) for number in range(3))
 PROMPTS = tuple(
     Ask(prompt=tuple((i * i + 7 * number) % 256 for i in range(900)), max_tokens=20, is_new=True)
-    for number in range(3)
+    for number in range(8)
 )
 
 
@@ -145,7 +145,13 @@ SENDING = Phase(role="prefill", asks=PROMPTS, begins=sending)
 @pytest.fixture(scope="module")
 def pairs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ByHand]:
     """Two workers of each role, one with two ranks, that know the right answers."""
-    workers = {"prefill-0": tp(2), "prefill-1": tp(1), "decode-0": tp(2), "decode-1": tp(1)}
+    in_small_steps = ("--max-chunk-tokens", "32")
+    workers = {
+        "prefill-0": tp(2, *in_small_steps),
+        "prefill-1": tp(1, *in_small_steps),
+        "decode-0": tp(2),
+        "decode-1": tp(1),
+    }
     with by_hand(
         model,
         workers,
