@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
+
+import pytest
 
 from tests.engine.fake_runner import VOCAB_SIZE, FakeRunner
 from tests.toys import request
 from twinpool.core.clock import SystemClock
+from twinpool.core.errors import WorkerDraining
 from twinpool.core.ports import BlockCounts, Role, WorkerAudit
 from twinpool.engine.config import EngineConfig
 from twinpool.engine.engine import Engine, EngineLimits
@@ -72,6 +76,38 @@ def test_a_drain_that_does_not_end_in_time_says_so_and_goes_on() -> None:
         await loop.abort(held)
         await loop.drained(held)
         assert await service.drain(timeout_s=10.0) is True
+        await loop.close()
+
+    asyncio.run(run())
+
+
+def test_the_cache_is_forgotten_and_what_runs_keeps_its_own() -> None:
+    async def run() -> None:
+        loop, service = await started()
+        held = await loop.reserve(request(tuple(range(5))))
+        async with aclosing((await loop.submit(request(tuple(range(9)), max_tokens=1))).outputs()) as outputs:
+            assert [output.index async for output in outputs] == [0]
+        assert (await service.audit()).blocks == BlockCounts(total=8, free=4, cached=2, owned=2, draining=0)
+
+        assert await service.clear_cache() == 2
+
+        assert (await service.audit()).blocks == BlockCounts(total=8, free=6, cached=0, owned=2, draining=0)
+        await loop.abort(held)
+        await loop.drained(held)
+        await loop.close()
+
+    asyncio.run(run())
+
+
+def test_a_role_that_was_assigned_is_told_in_audits_and_one_that_ends_takes_none() -> None:
+    async def run() -> None:
+        loop, service = await started()
+        await service.assign(Role.PREFILL)
+        assert (service.role, (await service.audit()).role) == (Role.PREFILL, Role.PREFILL)
+        loop.start_draining()
+        with pytest.raises(WorkerDraining, match="this worker ends and takes no other role"):
+            await service.assign(Role.DECODE)
+        assert service.role is Role.PREFILL
         await loop.close()
 
     asyncio.run(run())

@@ -66,6 +66,7 @@ class FakeWorker:
     def __init__(self, world: World, info: WorkerInfo) -> None:
         self.world = world
         self.info = info
+        self.role = info.role  # that it knows of
         self.hooks: dict[str, Hook] = {}
         self.calls: list[str] = []
         self.requests: list[Request] = []
@@ -99,6 +100,10 @@ class FakeWorker:
     async def stall(self) -> None:
         """Wait for ever; a hook."""
         await asyncio.Event().wait()
+
+    def says(self) -> WorkerInfo:
+        """Return what it says when it joins."""
+        return replace(self.info, role=self.role)
 
     # Ports.
 
@@ -199,7 +204,7 @@ class FakeWorker:
         await self._at("audit")
         return WorkerAudit(
             worker_id=self.info.worker_id,
-            role=self.info.role,
+            role=self.role,
             blocks=BlockCounts(
                 total=self.info.num_blocks,
                 free=self.free_blocks,
@@ -211,6 +216,14 @@ class FakeWorker:
             transfers=0,
             sequences=self.num_running,
         )
+
+    async def clear_cache(self) -> int:
+        await self._at("clear_cache")
+        return 3
+
+    async def assign(self, role: Role) -> None:
+        await self._at("assign")
+        self.role = role
 
     async def close(self) -> None:
         self.is_closed = True

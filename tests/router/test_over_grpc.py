@@ -59,7 +59,7 @@ async def served(roles: list[tuple[Role, int]]) -> AsyncIterator[tuple[World, di
         worker.info = replace(worker.info, address=server.address)
         world.workers[worker.info.worker_id] = worker
         world.all_workers.append(worker)
-        joining = asyncio.create_task(join(registry.address, worker.info, worker.load, trust=WORKER))
+        joining = asyncio.create_task(join(registry.address, worker.says, worker.load, trust=WORKER))
         all_served[worker.info.worker_id] = Served(worker, server, joining)
     try:
         async with asyncio.timeout(10.0):

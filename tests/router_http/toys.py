@@ -92,6 +92,7 @@ class ScriptedWorker:
     resume_errors: list[ServingError] = field(default_factory=list)  # of the next transfers
     cached_tokens: list[int] = field(default_factory=list)  # of the next prompts; then 0
     requests: list[Request] = field(default_factory=list)
+    roles: list[Role] = field(default_factory=list)  # that were assigned
     num_open: int = 0
     num_tokens: int = 0  # given in all
 
@@ -161,6 +162,12 @@ class ScriptedWorker:
         return WorkerAudit(
             worker_id="c0", role=Role.COLOCATED, blocks=blocks, tickets=0, transfers=0, sequences=0
         )
+
+    async def clear_cache(self) -> int:
+        return 7
+
+    async def assign(self, role: Role) -> None:
+        self.roles.append(role)
 
     async def close(self) -> None:
         pass

@@ -11,7 +11,7 @@ from tests.rpc.words import AUDIT, TICKET
 from tests.trust import ROUTER, worker_door
 from twinpool.core.clock import SystemClock
 from twinpool.core.errors import LayoutMismatch
-from twinpool.core.ports import WorkerAudit, WorkerInfo, WorkerLoad
+from twinpool.core.ports import Role, WorkerAudit, WorkerInfo, WorkerLoad
 from twinpool.core.request import FinishReason, Request, TokenOutput
 from twinpool.core.ticket import KVTicket, TransferReport
 from twinpool.rpc.clients import DecodeClient, PrefillClient, WorkerChannel, WorkerClient
@@ -77,6 +77,13 @@ class FakeWorker:
     async def audit(self) -> WorkerAudit:
         await self._begin("audit", None)
         return AUDIT
+
+    async def clear_cache(self) -> int:
+        await self._begin("clear_cache", None)
+        return 11
+
+    async def assign(self, role: Role) -> None:
+        await self._begin(f"assign {role}", None)
 
     async def _begin(self, name: str, request: Request | None) -> None:
         self.log.append(name)

@@ -66,7 +66,7 @@ async def refusal(info: WorkerInfo, router: Trust = ROUTER, worker: Trust = WORK
     """Join a new registry; return why the worker was refused, or "" if it was taken in."""
     members = FakeMembers()
     async with a_registry(members, router) as address:
-        joining = asyncio.ensure_future(join(address, info, lambda: LOAD, trust=worker, config=EAGER))
+        joining = asyncio.ensure_future(join(address, lambda: info, lambda: LOAD, trust=worker, config=EAGER))
         try:
             await eventually(lambda: joining.done() or bool(members.log))
             if not joining.done():
@@ -138,7 +138,7 @@ def test_who_may_not_join_makes_nobody_connect_anywhere() -> None:
         router = Trust(party=Party.ROUTER, secret=Secret.random())
         async with a_registry(members, router) as address:
             with pytest.raises(Untrusted):
-                await join(address, info, lambda: LOAD, trust=WORKER, config=EAGER)
+                await join(address, lambda: info, lambda: LOAD, trust=WORKER, config=EAGER)
         listener.close()
         assert (members.log, num_connections) == ([], 0)
 

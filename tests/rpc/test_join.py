@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -18,7 +19,7 @@ from tests.rpc.fakes import FakeMembers
 from tests.rpc.words import INFO, LOAD
 from tests.trust import WORKER, registry_door
 from twinpool.core.errors import ConfigError, LayoutMismatch
-from twinpool.core.ports import WorkerInfo, WorkerLoad
+from twinpool.core.ports import Role, WorkerInfo, WorkerLoad
 from twinpool.pb import registry_pb2, registry_pb2_grpc
 from twinpool.rpc import codec
 from twinpool.rpc.join import JoinConfig, join
@@ -41,7 +42,7 @@ async def registry(members: FakeMembers, *, port: int = 0) -> AsyncIterator[Regi
 @contextmanager
 def joining(address: str, info: WorkerInfo = INFO) -> Iterator[asyncio.Task[None]]:
     task: asyncio.Task[None] = asyncio.ensure_future(
-        join(address, info, lambda: LOAD, trust=WORKER, config=EAGER)
+        join(address, lambda: info, lambda: LOAD, trust=WORKER, config=EAGER)
     )
     try:
         yield task
@@ -69,7 +70,7 @@ def test_each_heartbeat_carries_the_load_of_its_moment() -> None:
             task = asyncio.ensure_future(
                 join(
                     server.address,
-                    INFO,
+                    lambda: INFO,
                     lambda: WorkerLoad(running=next(loads)),
                     trust=WORKER,
                     config=EAGER,
@@ -78,6 +79,30 @@ def test_each_heartbeat_carries_the_load_of_its_moment() -> None:
             await eventually(lambda: len(members.loads) >= 4)
             task.cancel()
         assert [load.running for load in members.loads[:4]] == [0, 1, 2, 3]
+
+    asyncio.run(run())
+
+
+def test_a_worker_joins_again_as_what_it_is_by_then() -> None:
+    async def run() -> None:
+        first, second, role = FakeMembers(), FakeMembers(), Role.DECODE
+        async with registry(first) as server:
+            port = server.port
+            task = asyncio.ensure_future(
+                join(
+                    server.address,
+                    lambda: replace(INFO, role=role),
+                    lambda: LOAD,
+                    trust=WORKER,
+                    config=EAGER,
+                )
+            )
+            await eventually(lambda: len(first.loads) >= 1)
+            role = Role.PREFILL
+        async with registry(second, port=port):
+            await eventually(lambda: len(second.loads) >= 1)
+            task.cancel()
+        assert [info.role for info in first.infos + second.infos] == [Role.DECODE, Role.PREFILL]
 
     asyncio.run(run())
 
@@ -99,7 +124,7 @@ def test_a_worker_that_does_not_fit_is_told_why_and_does_not_come_back() -> None
         members.refuse = True
         async with registry(members) as server:
             with pytest.raises(LayoutMismatch, match="head_dim: 4 here, 8 there"):
-                await join(server.address, INFO, lambda: LOAD, trust=WORKER, config=EAGER)
+                await join(server.address, lambda: INFO, lambda: LOAD, trust=WORKER, config=EAGER)
         assert members.log == []
 
     asyncio.run(run())
@@ -151,7 +176,11 @@ def test_an_older_life_cannot_replace_a_newer_one() -> None:
                 await eventually(lambda: len(members.loads) >= 1)
                 with pytest.raises(ConfigError, match="decode-0 has joined again since, with generation 7"):
                     await join(
-                        server.address, replace(INFO, generation=6), lambda: LOAD, trust=WORKER, config=EAGER
+                        server.address,
+                        lambda: replace(INFO, generation=6),
+                        lambda: LOAD,
+                        trust=WORKER,
+                        config=EAGER,
                     )
                 assert members.log == [("joined", "decode-0", 7)]
 
@@ -166,7 +195,7 @@ def test_there_is_an_end_to_how_many_join() -> None:
                 asyncio.ensure_future(
                     join(
                         server.address,
-                        replace(INFO, worker_id=f"w{i}"),
+                        partial(replace, INFO, worker_id=f"w{i}"),
                         lambda: LOAD,
                         trust=WORKER,
                         config=EAGER,
@@ -236,7 +265,7 @@ from tests.rpc.words import INFO, LOAD
 from tests.trust import WORKER
 from twinpool.rpc.join import join
 
-asyncio.run(join(sys.argv[1], INFO, lambda: LOAD, trust=WORKER))
+asyncio.run(join(sys.argv[1], lambda: INFO, lambda: LOAD, trust=WORKER))
 """
 
 

@@ -128,7 +128,9 @@ def test_router_and_worker_with_the_right_files_reach_each_other(folder: Path) -
         async with a_worker(worker_door(worker)) as address:
             await ask(address, router)
         async with a_registry(members, registry_door(router)) as address:
-            joining = asyncio.ensure_future(join(address, INFO, lambda: LOAD, trust=worker, config=EAGER))
+            joining = asyncio.ensure_future(
+                join(address, lambda: INFO, lambda: LOAD, trust=worker, config=EAGER)
+            )
             await eventually(lambda: len(members.loads) >= 2)
             joining.cancel()
             await asyncio.gather(joining, return_exceptions=True)
@@ -206,7 +208,7 @@ def test_a_router_cannot_pose_as_a_worker_to_the_registry(folder: Path) -> None:
         other = replace(trust_of(folder, Party.ROUTER), party=Party.WORKER)
         async with a_registry(members, registry_door(trust_of(folder, Party.ROUTER))) as address:
             with pytest.raises(Untrusted, match=r"is for router.twinpool, not for worker.twinpool"):
-                await join(address, INFO, lambda: LOAD, trust=other, config=EAGER)
+                await join(address, lambda: INFO, lambda: LOAD, trust=other, config=EAGER)
             assert members.log == []
 
     asyncio.run(run())
@@ -220,7 +222,9 @@ def test_a_worker_cannot_pose_as_the_router_to_those_who_join(
         false_router = replace(trust_of(folder, Party.WORKER), party=Party.ROUTER)
         async with a_registry(members, registry_door(false_router)) as address:
             worker = trust_of(folder, Party.WORKER)
-            joining = asyncio.ensure_future(join(address, INFO, lambda: LOAD, trust=worker, config=EAGER))
+            joining = asyncio.ensure_future(
+                join(address, lambda: INFO, lambda: LOAD, trust=worker, config=EAGER)
+            )
             await eventually(lambda: "its certificate is for another party" in caplog.text)
             joining.cancel()
             await asyncio.gather(joining, return_exceptions=True)
@@ -282,7 +286,10 @@ def test_a_worker_without_the_secret_is_not_taken_in_and_ends(folder: Path) -> N
                 with pytest.raises(Untrusted, match=r"^security.secret_file: "):
                     async with asyncio.timeout(10.0):
                         await join(
-                            address, INFO, lambda: LOAD, trust=Trust(party=Party.WORKER, secret=secret)
+                            address,
+                            lambda: INFO,
+                            lambda: LOAD,
+                            trust=Trust(party=Party.WORKER, secret=secret),
                         )
             assert members.log == []
             # gRPC loses the reason of a refusal that comes while the worker still writes; it asks again then.
@@ -340,7 +347,7 @@ async def code_of(method: Any, message: Any, metadata: Any = ()) -> grpc.StatusC
 METHODS = [
     *(f"/twinpool.v1.Prefill/{name}" for name in ("Prefill",)),
     *(f"/twinpool.v1.Decode/{name}" for name in ("Reserve", "Resume", "Generate", "Release")),
-    *(f"/twinpool.v1.Worker/{name}" for name in ("Status", "Drain", "Audit")),
+    *(f"/twinpool.v1.Worker/{name}" for name in ("Status", "Drain", "Audit", "ClearCache", "Assign")),
     "/grpc.health.v1.Health/Watch",
     "/grpc.health.v1.Health/List",
     "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",

@@ -33,6 +33,7 @@ from twinpool.core.errors import (
     TransferTimeout,
     WorkerLost,
 )
+from twinpool.core.ports import Role
 from twinpool.core.request import TokenLogprob, TokenOutput
 from twinpool.core.ticket import TransferReport
 from twinpool.pb import types_pb2, worker_pb2
@@ -76,9 +77,12 @@ def test_each_call_arrives_and_its_answer_comes_back() -> None:
             assert await s.control.status() == LOAD
             assert await s.control.drain(timeout_s=2.5) is True
             assert await s.control.audit() == AUDIT
+            assert await s.control.clear_cache() == 11
+            await s.control.assign(Role.PREFILL)
             assert s.worker.tickets == [TICKET] * 3
             assert s.worker.senders == ["prefill-0"] * 2
             assert "drain 2.5" in s.worker.log
+            assert s.worker.log[-1] == "assign prefill"
 
     asyncio.run(run())
 
@@ -291,6 +295,19 @@ def test_a_call_without_a_deadline_is_refused_by_name() -> None:
                 await method(b"")
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert caught.value.details() == "timeout_s: the call has no deadline"
+            assert s.worker.log == []
+
+    asyncio.run(run())
+
+
+def test_a_role_that_does_not_exist_is_refused_by_name() -> None:
+    async def run() -> None:
+        async with served() as s:
+            method = raw(s.channel.grpc, "Worker/Assign")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await method(worker_pb2.AssignRequest(role="manager").SerializeToString(), timeout=5.0)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert caught.value.details() == "role: 'manager' is none of prefill, decode, colocated"
             assert s.worker.log == []
 
     asyncio.run(run())

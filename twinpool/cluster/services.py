@@ -9,7 +9,7 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from decode_service.service import DecodeService
 from kv_transfer.group import Identity, ReceiverGroup, SenderGroup
@@ -34,9 +34,13 @@ _STOP_GRACE_S = 0.5  # for calls that are answering when the server stops
 class Services:
     """A running worker."""
 
-    info: WorkerInfo
+    started: WorkerInfo  # as it was when it started
     engine: EngineLoop
     worker: WorkerService
+
+    def info(self) -> WorkerInfo:
+        """Return what the worker says of itself where it joins; it may have got another role since."""
+        return replace(self.started, role=self.worker.role)
 
 
 @asynccontextmanager
@@ -116,7 +120,7 @@ async def serving(
         )
         await server.start()
         stack.push_async_callback(server.stop, grace_s=_STOP_GRACE_S)
-        info = WorkerInfo(
+        started = WorkerInfo(
             worker_id=config.worker_id,
             role=config.role,
             address=server.address,
@@ -130,4 +134,4 @@ async def serving(
             max_model_tokens=spec.max_model_tokens,
             ranks=identity.ranks,
         )
-        yield Services(info, engine, worker)
+        yield Services(started, engine, worker)

@@ -141,6 +141,21 @@ class WorkerPort(Protocol):
 
     async def audit(self) -> WorkerAudit: ...
 
+    async def clear_cache(self) -> int:
+        """Forget the KV that is kept for later requests; return how many blocks became free.
+
+        What runs keeps its own, and may leave it in the cache when it ends.
+        """
+        ...
+
+    async def assign(self, role: Role) -> None:
+        """Have ``role`` from now on, also where the worker joins again; what runs goes on.
+
+        Raises:
+            WorkerDraining: The worker ends.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVRange:

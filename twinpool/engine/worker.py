@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 
+from twinpool.core.errors import WorkerDraining
 from twinpool.core.ports import Role, WorkerAudit, WorkerLoad
 from twinpool.engine.loop import EngineLoop
 
@@ -15,7 +16,7 @@ class WorkerService:
     Args:
         loop: Asked for the engine's state.
         worker_id: Told in audits.
-        role: Told in audits.
+        role: Told in audits, until another is assigned.
         num_tickets: Tells how many reservations wait to be resumed.
         num_transfers: Tells how many transfers are not over, in both directions and on all ranks.
         counters: Tells totals beside the engine's own; read with each status.
@@ -37,6 +38,11 @@ class WorkerService:
         self._num_tickets = num_tickets
         self._num_transfers = num_transfers
         self._counters = counters
+
+    @property
+    def role(self) -> Role:
+        """What the router uses this worker for."""
+        return self._role
 
     def load(self) -> WorkerLoad:
         """Return the state of this moment without waiting for the engine, as heartbeats need it."""
@@ -60,3 +66,11 @@ class WorkerService:
             transfers=await self._num_transfers(),
             sequences=books.sequences,
         )
+
+    async def clear_cache(self) -> int:
+        return await self._loop.clear_cache()
+
+    async def assign(self, role: Role) -> None:
+        if self._loop.load().draining:
+            raise WorkerDraining("this worker ends and takes no other role")
+        self._role = role

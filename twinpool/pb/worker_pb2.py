@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from twinpool.pb import types_pb2 as twinpool_dot_pb_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18twinpool/pb/worker.proto\x12\x0btwinpool.v1\x1a\x17twinpool/pb/types.proto\"n\n\x0ePrefillRequest\x12%\n\x07request\x18\x01 \x01(\x0b\x32\x14.twinpool.v1.Request\x12*\n\x06ticket\x18\x02 \x01(\x0b\x32\x15.twinpool.v1.KVTicketH\x00\x88\x01\x01\x42\t\n\x07_ticket\"J\n\x0eReserveRequest\x12%\n\x07request\x18\x01 \x01(\x0b\x32\x14.twinpool.v1.Request\x12\x11\n\tsender_id\x18\x02 \x01(\t\"_\n\rResumeRequest\x12%\n\x06ticket\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.KVTicket\x12\'\n\x05\x66irst\x18\x02 \x01(\x0b\x32\x18.twinpool.v1.TokenOutput\"\x0f\n\rStatusRequest\"!\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\"\x1b\n\nDrainReply\x12\r\n\x05\x65mpty\x18\x01 \x01(\x08\"\x0e\n\x0c\x41uditRequest\"\x8e\x01\n\nAuditReply\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12(\n\x06\x62locks\x18\x03 \x01(\x0b\x32\x18.twinpool.v1.BlockCounts\x12\x0f\n\x07tickets\x18\x04 \x01(\r\x12\x11\n\ttransfers\x18\x05 \x01(\r\x12\x11\n\tsequences\x18\x06 \x01(\r2K\n\x07Prefill\x12@\n\x07Prefill\x12\x1b.twinpool.v1.PrefillRequest\x1a\x18.twinpool.v1.TokenOutput2\x86\x02\n\x06\x44\x65\x63ode\x12=\n\x07Reserve\x12\x1b.twinpool.v1.ReserveRequest\x1a\x15.twinpool.v1.KVTicket\x12@\n\x06Resume\x12\x1a.twinpool.v1.ResumeRequest\x1a\x18.twinpool.v1.TokenOutput0\x01\x12<\n\x08Generate\x12\x14.twinpool.v1.Request\x1a\x18.twinpool.v1.TokenOutput0\x01\x12=\n\x07Release\x12\x15.twinpool.v1.KVTicket\x1a\x1b.twinpool.v1.TransferReport2\xc1\x01\n\x06Worker\x12=\n\x06Status\x12\x1a.twinpool.v1.StatusRequest\x1a\x17.twinpool.v1.WorkerLoad\x12;\n\x05\x44rain\x12\x19.twinpool.v1.DrainRequest\x1a\x17.twinpool.v1.DrainReply\x12;\n\x05\x41udit\x12\x19.twinpool.v1.AuditRequest\x1a\x17.twinpool.v1.AuditReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18twinpool/pb/worker.proto\x12\x0btwinpool.v1\x1a\x17twinpool/pb/types.proto\"n\n\x0ePrefillRequest\x12%\n\x07request\x18\x01 \x01(\x0b\x32\x14.twinpool.v1.Request\x12*\n\x06ticket\x18\x02 \x01(\x0b\x32\x15.twinpool.v1.KVTicketH\x00\x88\x01\x01\x42\t\n\x07_ticket\"J\n\x0eReserveRequest\x12%\n\x07request\x18\x01 \x01(\x0b\x32\x14.twinpool.v1.Request\x12\x11\n\tsender_id\x18\x02 \x01(\t\"_\n\rResumeRequest\x12%\n\x06ticket\x18\x01 \x01(\x0b\x32\x15.twinpool.v1.KVTicket\x12\'\n\x05\x66irst\x18\x02 \x01(\x0b\x32\x18.twinpool.v1.TokenOutput\"\x0f\n\rStatusRequest\"!\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\"\x1b\n\nDrainReply\x12\r\n\x05\x65mpty\x18\x01 \x01(\x08\"\x0e\n\x0c\x41uditRequest\"\x8e\x01\n\nAuditReply\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12(\n\x06\x62locks\x18\x03 \x01(\x0b\x32\x18.twinpool.v1.BlockCounts\x12\x0f\n\x07tickets\x18\x04 \x01(\r\x12\x11\n\ttransfers\x18\x05 \x01(\r\x12\x11\n\tsequences\x18\x06 \x01(\r\"\x13\n\x11\x43learCacheRequest\"\'\n\x0f\x43learCacheReply\x12\x14\n\x0c\x66reed_blocks\x18\x01 \x01(\r\"\x1d\n\rAssignRequest\x12\x0c\n\x04role\x18\x01 \x01(\t\"\r\n\x0b\x41ssignReply2K\n\x07Prefill\x12@\n\x07Prefill\x12\x1b.twinpool.v1.PrefillRequest\x1a\x18.twinpool.v1.TokenOutput2\x86\x02\n\x06\x44\x65\x63ode\x12=\n\x07Reserve\x12\x1b.twinpool.v1.ReserveRequest\x1a\x15.twinpool.v1.KVTicket\x12@\n\x06Resume\x12\x1a.twinpool.v1.ResumeRequest\x1a\x18.twinpool.v1.TokenOutput0\x01\x12<\n\x08Generate\x12\x14.twinpool.v1.Request\x1a\x18.twinpool.v1.TokenOutput0\x01\x12=\n\x07Release\x12\x15.twinpool.v1.KVTicket\x1a\x1b.twinpool.v1.TransferReport2\xcd\x02\n\x06Worker\x12=\n\x06Status\x12\x1a.twinpool.v1.StatusRequest\x1a\x17.twinpool.v1.WorkerLoad\x12;\n\x05\x44rain\x12\x19.twinpool.v1.DrainRequest\x1a\x17.twinpool.v1.DrainReply\x12;\n\x05\x41udit\x12\x19.twinpool.v1.AuditRequest\x1a\x17.twinpool.v1.AuditReply\x12J\n\nClearCache\x12\x1e.twinpool.v1.ClearCacheRequest\x1a\x1c.twinpool.v1.ClearCacheReply\x12>\n\x06\x41ssign\x12\x1a.twinpool.v1.AssignRequest\x1a\x18.twinpool.v1.AssignReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,10 +48,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_AUDITREQUEST']._serialized_end=446
   _globals['_AUDITREPLY']._serialized_start=449
   _globals['_AUDITREPLY']._serialized_end=591
-  _globals['_PREFILL']._serialized_start=593
-  _globals['_PREFILL']._serialized_end=668
-  _globals['_DECODE']._serialized_start=671
-  _globals['_DECODE']._serialized_end=933
-  _globals['_WORKER']._serialized_start=936
-  _globals['_WORKER']._serialized_end=1129
+  _globals['_CLEARCACHEREQUEST']._serialized_start=593
+  _globals['_CLEARCACHEREQUEST']._serialized_end=612
+  _globals['_CLEARCACHEREPLY']._serialized_start=614
+  _globals['_CLEARCACHEREPLY']._serialized_end=653
+  _globals['_ASSIGNREQUEST']._serialized_start=655
+  _globals['_ASSIGNREQUEST']._serialized_end=684
+  _globals['_ASSIGNREPLY']._serialized_start=686
+  _globals['_ASSIGNREPLY']._serialized_end=699
+  _globals['_PREFILL']._serialized_start=701
+  _globals['_PREFILL']._serialized_end=776
+  _globals['_DECODE']._serialized_start=779
+  _globals['_DECODE']._serialized_end=1041
+  _globals['_WORKER']._serialized_start=1044
+  _globals['_WORKER']._serialized_end=1377
 # @@protoc_insertion_point(module_scope)

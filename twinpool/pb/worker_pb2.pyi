@@ -65,3 +65,23 @@ class AuditReply(_message.Message):
     transfers: int
     sequences: int
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., blocks: _Optional[_Union[_types_pb2.BlockCounts, _Mapping]] = ..., tickets: _Optional[int] = ..., transfers: _Optional[int] = ..., sequences: _Optional[int] = ...) -> None: ...
+
+class ClearCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ClearCacheReply(_message.Message):
+    __slots__ = ("freed_blocks",)
+    FREED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    freed_blocks: int
+    def __init__(self, freed_blocks: _Optional[int] = ...) -> None: ...
+
+class AssignRequest(_message.Message):
+    __slots__ = ("role",)
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    def __init__(self, role: _Optional[str] = ...) -> None: ...
+
+class AssignReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

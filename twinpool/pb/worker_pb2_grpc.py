@@ -328,6 +328,16 @@ class WorkerStub(object):
                 request_serializer=twinpool_dot_pb_dot_worker__pb2.AuditRequest.SerializeToString,
                 response_deserializer=twinpool_dot_pb_dot_worker__pb2.AuditReply.FromString,
                 _registered_method=True)
+        self.ClearCache = channel.unary_unary(
+                '/twinpool.v1.Worker/ClearCache',
+                request_serializer=twinpool_dot_pb_dot_worker__pb2.ClearCacheRequest.SerializeToString,
+                response_deserializer=twinpool_dot_pb_dot_worker__pb2.ClearCacheReply.FromString,
+                _registered_method=True)
+        self.Assign = channel.unary_unary(
+                '/twinpool.v1.Worker/Assign',
+                request_serializer=twinpool_dot_pb_dot_worker__pb2.AssignRequest.SerializeToString,
+                response_deserializer=twinpool_dot_pb_dot_worker__pb2.AssignReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer(object):
@@ -351,6 +361,20 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ClearCache(self, request, context):
+        """Forget the KV that is kept for later requests; what runs keeps its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Assign(self, request, context):
+        """Have another role from now on, also where the worker joins again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -368,6 +392,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Audit,
                     request_deserializer=twinpool_dot_pb_dot_worker__pb2.AuditRequest.FromString,
                     response_serializer=twinpool_dot_pb_dot_worker__pb2.AuditReply.SerializeToString,
+            ),
+            'ClearCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearCache,
+                    request_deserializer=twinpool_dot_pb_dot_worker__pb2.ClearCacheRequest.FromString,
+                    response_serializer=twinpool_dot_pb_dot_worker__pb2.ClearCacheReply.SerializeToString,
+            ),
+            'Assign': grpc.unary_unary_rpc_method_handler(
+                    servicer.Assign,
+                    request_deserializer=twinpool_dot_pb_dot_worker__pb2.AssignRequest.FromString,
+                    response_serializer=twinpool_dot_pb_dot_worker__pb2.AssignReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -451,6 +485,60 @@ class Worker(object):
             '/twinpool.v1.Worker/Audit',
             twinpool_dot_pb_dot_worker__pb2.AuditRequest.SerializeToString,
             twinpool_dot_pb_dot_worker__pb2.AuditReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClearCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.Worker/ClearCache',
+            twinpool_dot_pb_dot_worker__pb2.ClearCacheRequest.SerializeToString,
+            twinpool_dot_pb_dot_worker__pb2.ClearCacheReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Assign(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/twinpool.v1.Worker/Assign',
+            twinpool_dot_pb_dot_worker__pb2.AssignRequest.SerializeToString,
+            twinpool_dot_pb_dot_worker__pb2.AssignReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,7 +25,7 @@ from twinpool.core.errors import (
     TransferRefused,
     WorkerLost,
 )
-from twinpool.core.ports import WorkerAudit, WorkerLoad
+from twinpool.core.ports import Role, WorkerAudit, WorkerLoad
 from twinpool.core.request import Request, TokenOutput
 from twinpool.core.security import Trust
 from twinpool.core.tasks import OwnedTasks
@@ -37,7 +37,7 @@ from twinpool.rpc.channel import TrustedChannel
 from twinpool.rpc.limits import MAX_ANSWER_BYTES, MAX_REQUEST_BYTES, channel_options
 from twinpool.rpc.status import error_of
 
-CONTROL_TIMEOUT_S = 5.0  # release, status, audit: quick for a worker that lives
+CONTROL_TIMEOUT_S = 5.0  # release, status, audit, assign: quick for a worker that lives
 MAX_TIMEOUT_S = 7 * 24 * 3600.0  # gRPC's own arithmetic ends before that of floats
 
 T = TypeVar("T")
@@ -215,6 +215,16 @@ class WorkerClient:
         with self._channel.control_errors():
             call = self._stub.Audit(worker_pb2.AuditRequest(), timeout=CONTROL_TIMEOUT_S)
             return codec.audit_from_pb(whole(await call))
+
+    async def clear_cache(self) -> int:
+        with self._channel.control_errors():
+            call = self._stub.ClearCache(worker_pb2.ClearCacheRequest(), timeout=CONTROL_TIMEOUT_S)
+            return codec.freed_blocks_from_pb(whole(await call))
+
+    async def assign(self, role: Role) -> None:
+        with self._channel.control_errors():
+            message = worker_pb2.AssignRequest(role=role.value)
+            whole(await self._stub.Assign(message, timeout=CONTROL_TIMEOUT_S))
 
 
 def _timeout_s(time_left_s: float) -> float:

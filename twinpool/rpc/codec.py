@@ -341,6 +341,24 @@ def timeout_from_pb(message: worker_pb2.DrainRequest) -> float:
     return number("timeout_s", message.timeout_s, least=0.0)
 
 
+def freed_blocks_from_pb(message: worker_pb2.ClearCacheReply) -> int:
+    """Return how many blocks became free.
+
+    Raises:
+        InvalidRequest: It is out of range.
+    """
+    return integer("freed_blocks", message.freed_blocks)
+
+
+def role_from_pb(message: worker_pb2.AssignRequest) -> Role:
+    """Return the role that a worker is to have.
+
+    Raises:
+        InvalidRequest: It is none.
+    """
+    return _role(message.role)
+
+
 def _sampling_to_pb(sampling: SamplingParams) -> types_pb2.SamplingParams:
     return types_pb2.SamplingParams(
         seed=sampling.seed,

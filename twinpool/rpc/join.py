@@ -55,7 +55,7 @@ class JoinConfig:
 
 async def join(
     router_address: str,
-    info: WorkerInfo,
+    info: Callable[[], WorkerInfo],
     load: Callable[[], WorkerLoad],
     *,
     trust: Trust,
@@ -65,7 +65,7 @@ async def join(
 
     Args:
         router_address: Of the router's registry, ``host:port``.
-        info: Sent at each joining.
+        info: Called for each joining.
         load: Called for each heartbeat.
         trust: Of this process.
         config: How patient to be.
@@ -91,7 +91,11 @@ async def join(
 
 
 async def _stay(
-    router_address: str, info: WorkerInfo, load: Callable[[], WorkerLoad], trust: Trust, config: JoinConfig
+    router_address: str,
+    info: Callable[[], WorkerInfo],
+    load: Callable[[], WorkerLoad],
+    trust: Trust,
+    config: JoinConfig,
 ) -> str:
     """Join once, send loads, and return why the stay ended.
 
@@ -105,7 +109,7 @@ async def _stay(
         call = registry_pb2_grpc.RegistryStub(channel).Join()  # type: ignore[no-untyped-call]
         try:
             with _errors(channel):
-                heartbeat_s = await _enter(call, info, config)
+                heartbeat_s = await _enter(call, info(), config)
             try:
                 with _errors(channel):
                     await _send_loads(call, load, heartbeat_s)

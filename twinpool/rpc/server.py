@@ -134,6 +134,19 @@ class _Worker(worker_pb2_grpc.WorkerServicer):
             _time_left_s(context)
             return codec.audit_to_pb(await self._port.audit())
 
+    async def ClearCache(
+        self, _message: worker_pb2.ClearCacheRequest, context: Context
+    ) -> worker_pb2.ClearCacheReply:
+        async with one_call(context):
+            _time_left_s(context)
+            return worker_pb2.ClearCacheReply(freed_blocks=await self._port.clear_cache())
+
+    async def Assign(self, message: worker_pb2.AssignRequest, context: Context) -> worker_pb2.AssignReply:
+        async with one_call(context):
+            _time_left_s(context)
+            await self._port.assign(codec.role_from_pb(message))
+            return worker_pb2.AssignReply()
+
 
 class _Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     """grpc.health.v1: a worker that drains or stands still serves no request, yet answers its operator."""
