@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from twinpool.core.errors import NoFreeBlocks
@@ -50,7 +50,8 @@ class BlockPool:
         self._prefixes = prefixes
         self._free = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # the next to be evicted first
-        self._owners: dict[int, set[int]] = {}  # by block
+        self._sole: dict[int, int] = {}  # the owner of a block that has one, as nearly all have
+        self._shared: dict[int, set[int]] = {}  # the owners of one that has several
         self._draining: set[tuple[int, int]] = set()  # (block, owner)
 
     @property
@@ -81,14 +82,10 @@ class BlockPool:
         room = max(0, self.num_available - spare)
         self._check_room(num_blocks - self._num_held(prefix), room)
         shared = self._prefixes.find(prefix)
-        self._check_room(num_blocks - sum(block in self._owners for block in shared), room)
+        self._check_room(num_blocks - sum(map(self._is_held, shared)), room)
         for block in shared:  # before anything is evicted, which could be one of these
-            self._cached.pop(block, None)
-            owners = self._owners.setdefault(block, set())
-            assert owner not in owners, f"block {block} is owned by {owner} already"
-            owners.add(owner)
-        empty = [self._take_empty(owner) for _ in range(num_blocks - len(shared))]
-        return Allocation(shared + empty, len(shared))
+            self._share(owner, block)
+        return Allocation(shared + self._take_empty(owner, num_blocks - len(shared)), len(shared))
 
     def publish(self, owner: int, block: int, name: BlockName, *, after: int | None) -> bool:
         """Let others find a block whose content is whole; return whether they can.
@@ -118,12 +115,18 @@ class BlockPool:
         """Take ``blocks``, in the order of their tokens, back from ``owner``."""
         self._check_owner(owner, blocks)
         assert len(set(blocks)) == len(blocks), "a block is freed twice"
+        if self._draining:
+            self._draining.difference_update((block, owner) for block in blocks)
+        if self._is_plain(blocks):
+            for block in blocks:
+                del self._sole[block]
+            self._free.extend(reversed(blocks))
+            return
         for block in reversed(blocks):
-            self._draining.discard((block, owner))
-            owners = self._owners[block]
-            owners.remove(owner)
-            if not owners:
-                del self._owners[block]
+            if block in self._shared:
+                self._leave(owner, block)
+            else:
+                del self._sole[block]
                 self._let_go(block)
 
     def clear(self) -> int:
@@ -138,13 +141,13 @@ class BlockPool:
         """Return where the blocks are, each place counted by itself."""
         draining = {block for block, _ in self._draining}
         num_draining = sum(
-            all((block, owner) in self._draining for owner in self._owners[block]) for block in draining
+            all((block, owner) in self._draining for owner in self._owners(block)) for block in draining
         )
         return BlockCounts(
             total=self._num_blocks,
             free=len(self._free),
             cached=len(self._cached),
-            owned=len(self._owners) - num_draining,
+            owned=len(self._sole) + len(self._shared) - num_draining,
             draining=num_draining,
         )
 
@@ -154,22 +157,53 @@ class BlockPool:
         Whoever holds a block holds those before it, so halving finds the last one; a line of long prompts
         that wait for room is looked at in every step.
         """
-        return bisect_left(prefix, True, key=lambda name: self._prefixes.block_of(name) not in self._owners)
+        return bisect_left(prefix, True, key=lambda name: not self._is_held(self._prefixes.block_of(name)))
+
+    def _is_held(self, block: int | None) -> bool:
+        return block in self._sole or block in self._shared
+
+    def _is_plain(self, blocks: Sequence[int]) -> bool:
+        """Whether none of ``blocks`` has several owners or can be found."""
+        return self._shared.keys().isdisjoint(blocks) and self._prefixes.blocks.isdisjoint(blocks)
+
+    def _owners(self, block: int) -> Set[int]:
+        return {self._sole[block]} if block in self._sole else self._shared.get(block, frozenset())
 
     def _check_room(self, needed: int, room: int) -> None:
         if needed > room:
             raise NoFreeBlocks(needed=needed, free=room, total=self._num_blocks)
 
-    def _take_empty(self, owner: int) -> int:
-        if self._free:
-            block = self._free.popleft()
-        else:
+    def _share(self, owner: int, block: int) -> None:
+        """Make ``owner`` one more owner of a block that holds what it looks for."""
+        owners = {*self._owners(block)}
+        assert owner not in owners, f"block {block} is owned by {owner} already"
+        if not owners:
+            self._cached.pop(block, None)
+            self._sole[block] = owner
+            return
+        self._sole.pop(block, None)
+        self._shared[block] = owners | {owner}
+
+    def _leave(self, owner: int, block: int) -> None:
+        """Let ``owner`` leave a block to the others."""
+        owners = self._shared[block]
+        owners.remove(owner)
+        if len(owners) == 1:
+            del self._shared[block]
+            self._sole[block] = owners.pop()
+
+    def _take_empty(self, owner: int, num_blocks: int) -> list[int]:
+        """Give ``owner`` so many blocks that hold nothing; there is room."""
+        num_free = min(num_blocks, len(self._free))
+        blocks = [self._free.popleft() for _ in range(num_free)]
+        for _ in range(num_blocks - num_free):
             block, _ = self._cached.popitem(last=False)
             self._prefixes.remove(block)
             self.num_evicted += 1
-        assert block not in self._owners and block not in self._prefixes, f"block {block} is not empty"
-        self._owners[block] = {owner}
-        return block
+            blocks.append(block)
+        assert self._is_plain(blocks) and self._sole.keys().isdisjoint(blocks), "a block is not empty"
+        self._sole.update(dict.fromkeys(blocks, owner))
+        return blocks
 
     def _let_go(self, block: int) -> None:
         """Keep the content of a block that nobody holds any more, if it is found there and nowhere else."""
@@ -181,5 +215,8 @@ class BlockPool:
         self._free.append(block)
 
     def _check_owner(self, owner: int, blocks: Sequence[int]) -> None:
+        if list(map(self._sole.get, blocks)).count(owner) == len(blocks):
+            return
         for block in blocks:
-            assert owner in self._owners.get(block, ()), f"block {block} is not owned by {owner}"
+            is_owned = self._sole.get(block) == owner or owner in self._shared.get(block, ())
+            assert is_owned, f"block {block} is not owned by {owner}"

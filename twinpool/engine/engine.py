@@ -42,7 +42,7 @@ class EngineLimits:
 
     num_blocks: int
     max_model_tokens: int  # the model's context, prompt and answer together
-    vocab_size: int  # every token id is below
+    vocab_size: int | None  # every token id is below; None: nobody looks, the runner takes any
     eos_ids: frozenset[int] = frozenset()  # the model's own end tokens
 
 
@@ -152,7 +152,7 @@ class Engine:
             raise InvalidRequest("first", f"token {first.index} of the answer came, {expected} is next")
         if first.finish is not None or expected + 1 >= sequence.request.sampling.max_tokens:
             raise InvalidRequest("first", "no token can follow it")
-        if not 0 <= first.token_id < self._limits.vocab_size:
+        if self._limits.vocab_size is not None and not 0 <= first.token_id < self._limits.vocab_size:
             raise InvalidRequest("first", f"{first.token_id} is not in the vocabulary")
         self._scheduler.start_decoding(sequence, first.token_id)
 
@@ -190,6 +190,33 @@ class Engine:
         self._scheduler.counters["steps"] += 1
         return StepResult(outputs=result.outputs, failed=expired + result.failed, num_items=result.num_items)
 
+    @property
+    def next_deadline_s(self) -> float:
+        """No sequence has an earlier deadline; infinite if there is none."""
+        return self._scheduler.next_deadline_s
+
+    def steady_steps(self) -> int:
+        """Return how many of the next steps only give every decoding sequence a token; see ``decode_ahead``.
+
+        It stays so, less what was booked, until something else of the engine is called.
+        """
+        return self._scheduler.steady_steps()
+
+    def decode_ahead(self, num_steps: int, token_id: int) -> tuple[SequenceState, ...]:
+        """Leave everything as ``num_steps`` calls of ``step`` would in which the runner chose ``token_id``.
+
+        For a simulator, to which most steps are all alike; nothing is run.
+
+        Args:
+            num_steps: At most ``steady_steps``, and none at or after ``next_deadline_s``.
+            token_id: Ends none of the answers.
+
+        Returns:
+            The sequences that ended by their length, in the last step.
+        """
+        self._scheduler.counters["steps"] += num_steps
+        return self._scheduler.decode_ahead(num_steps, token_id)
+
     def _run(self, plan: BatchPlan, on_written: WrittenHook | None) -> tuple[ItemResult, ...]:
         try:
             results = self._runner.run(plan, _layer_hook(plan, on_written))
@@ -218,11 +245,7 @@ class Engine:
         """Refuse at once what can never be run here."""
         if not request.prompt_ids:
             raise InvalidRequest("prompt", "it is empty")
-        ids = request.prompt_ids + request.output_ids
-        if min(ids) < 0 or max(ids) >= self._limits.vocab_size:
-            raise InvalidRequest("prompt", f"token ids are from 0 to {self._limits.vocab_size - 1}")
-        if any(not 0 <= token_id < self._limits.vocab_size for token_id, _ in request.sampling.logit_bias):
-            raise InvalidRequest("logit_bias", f"token ids are from 0 to {self._limits.vocab_size - 1}")
+        self._check_ids(request)
         if len(request.output_ids) >= request.sampling.max_tokens:
             raise InvalidRequest(
                 "max_tokens",
@@ -233,6 +256,16 @@ class Engine:
         limit = min(self._limits.max_model_tokens - 1, self._limits.num_blocks * self._config.block_tokens)
         if num_tokens > limit:
             raise PromptTooLong(needed_tokens=num_tokens + 1, limit_tokens=limit + 1)
+
+    def _check_ids(self, request: Request) -> None:
+        size = self._limits.vocab_size
+        if size is None:
+            return
+        ids = request.prompt_ids + request.output_ids
+        if min(ids) < 0 or max(ids) >= size:
+            raise InvalidRequest("prompt", f"token ids are from 0 to {size - 1}")
+        if any(not 0 <= token_id < size for token_id, _ in request.sampling.logit_bias):
+            raise InvalidRequest("logit_bias", f"token ids are from 0 to {size - 1}")
 
 
 def _layer_hook(plan: BatchPlan, on_written: WrittenHook | None) -> LayerHook | None:

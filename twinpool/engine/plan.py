@@ -75,7 +75,8 @@ class SchedulerPolicy(Protocol):
 
     ``candidates`` is called once per step.  It may look at everything in ``view`` and change nothing.
     Offering a sequence twice, or more tokens than it has left, is a bug that the scheduler reports.
-    Stopping early is fine: what is not offered waits.
+    Prompts that are not offered wait.  Every decoding sequence that the batch has room for is offered, in the
+    order of the view: steps in which nothing else can happen are all alike.
     """
 
     def candidates(self, view: QueueView) -> Iterator[Work]: ...

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import KeysView, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -58,6 +58,11 @@ class PrefixCache:
             tokens = packed[offset : offset + size]
             digest = blake2b(digest + tokens + end, key=self._secret, digest_size=DIGEST_BYTES).digest()
             names.append(BlockName(digest, salt, tokens))
+
+    @property
+    def blocks(self) -> KeysView[int]:
+        """All blocks that can be found."""
+        return self._by_block.keys()
 
     def block_of(self, name: BlockName) -> int | None:
         """Return a block found under a digest alone: a hint, whose content is not compared."""

@@ -17,7 +17,7 @@ Blocks, in four rules:
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
@@ -25,13 +25,14 @@ from operator import attrgetter
 
 from twinpool.core.errors import DeadlineExceeded, InternalError, NoFreeBlocks, ServingError
 from twinpool.core.ports import BlockCounts
-from twinpool.core.request import TokenOutput
+from twinpool.core.request import FinishReason, TokenOutput
 from twinpool.engine.block_pool import BlockPool
 from twinpool.engine.config import EngineConfig
 from twinpool.engine.finish import finish_reason
 from twinpool.engine.plan import BatchItem, BatchPlan, ItemResult, QueueView, SchedulerPolicy, Work
 from twinpool.engine.sequence import SequenceState, SequenceStatus
 from twinpool.engine.sequence_blocks import SequenceBlocks
+from twinpool.engine.steady import Change, events_ahead, num_growths
 
 OVERTAKING_S = 2.0  # how long younger sequences may start before one that found no room
 
@@ -194,6 +195,68 @@ class Scheduler:
 
     def counts(self) -> BlockCounts:
         return self.pool.counts()
+
+    @property
+    def next_deadline_s(self) -> float:
+        """No live sequence has an earlier deadline; infinite if there is none."""
+        return self._next_deadline_s
+
+    def steady_steps(self) -> int:
+        """Return how many of the next steps do the same: one token of every decoding sequence, nothing else.
+
+        0 if the next step may start, preempt or go on with a prompt.  The last of them may end sequences.
+        It stays so, less what was booked, until something else than ``decode_ahead`` is called; deadlines
+        are not looked at.
+        """
+        num_decoding = len(self._decoding)
+        if not 0 < num_decoding <= min(self._config.max_sequences, self._config.max_batch_tokens):
+            return 0
+        if len(self._prefilling) or (len(self._waiting) and num_decoding < self._config.max_sequences):
+            return 0
+        sequences = self._decoding.sequences
+        steps = min([sequence.num_tokens_left for sequence in sequences])
+        room = self.pool.num_available
+
+        def needed(num_steps: int) -> int:
+            return num_growths(sequences, num_steps, block_tokens=self._config.block_tokens)
+
+        return steps if needed(steps) <= room else bisect_right(range(1, steps), room, key=needed)
+
+    def decode_ahead(self, num_steps: int, token_id: int) -> tuple[SequenceState, ...]:
+        """Book steady steps at once, each of which gave every decoding sequence ``token_id``.
+
+        Leaves everything as that many calls of ``plan`` and ``commit`` do, block numbers included.
+
+        Args:
+            num_steps: At most what ``steady_steps`` says.
+            token_id: Ends none of the answers.
+
+        Returns:
+            The sequences that ended by their length.
+        """
+        sequences = tuple(self._decoding)
+        known = [len(sequence.token_ids) for sequence in sequences]
+        ended: list[SequenceState] = []
+        for step, _, place, change in events_ahead(
+            sequences, num_steps, block_tokens=self._config.block_tokens
+        ):
+            sequence = sequences[place]
+            if change is Change.GROW:
+                self._blocks.grow(sequence)
+            elif change is Change.FILL:
+                sequence.lengthen(known[place] + step, token_id, num_computed=known[place] + step)
+                self._blocks.publish(sequence)
+            else:
+                ended.append(sequence)
+                sequence.lengthen(known[place] + num_steps, token_id, num_computed=known[place] + step)
+                self.counters[f"finished_{FinishReason.LENGTH}"] += 1
+                self.end(sequence)
+        for sequence, num_known in zip(sequences, known, strict=True):
+            num_tokens = num_known + num_steps
+            sequence.lengthen(num_tokens, token_id, num_computed=num_tokens - 1)
+        self.counters["decoded_tokens"] += num_steps * len(sequences)
+        self.counters["generated_tokens"] += num_steps * len(sequences)
+        return tuple(ended)
 
     def _admit(self, sequence: SequenceState) -> None:
         assert sequence.number not in self._live, f"sequence {sequence.number} is already here"
@@ -418,6 +481,11 @@ class _Line:
 
     def __reversed__(self) -> Iterator[SequenceState]:
         return reversed(self._sequences)
+
+    @property
+    def sequences(self) -> Sequence[SequenceState]:
+        """Them all; to read, until the line changes."""
+        return self._sequences
 
     @property
     def head(self) -> SequenceState | None:

@@ -101,6 +101,11 @@ class SequenceState:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def num_tokens_left(self) -> int:
+        """Tokens of the answer that may still be chosen."""
+        return self.request.max_total_tokens + 1 - len(self.token_ids)
+
+    @property
     def deadline_s(self) -> float:
         return self.arrived_s + self.request.timeout_s
 
@@ -129,6 +134,11 @@ class SequenceState:
         if self.status is SequenceStatus.PREFILLING:
             return not self.has_destination
         return self.status is SequenceStatus.DECODING
+
+    def lengthen(self, num_tokens: int, token_id: int, *, num_computed: int) -> None:
+        """Let it have ``num_tokens`` tokens, of which the new ones are all ``token_id``."""
+        self.token_ids.extend([token_id] * (num_tokens - len(self.token_ids)))
+        self.num_computed_tokens = num_computed
 
     def move_to(self, status: SequenceStatus) -> None:
         """Change the status; a move that is not in ``LEGAL_MOVES`` is a bug."""
