@@ -1,0 +1,27 @@
+"""What measures and models the rest; the names here are stable and load what they need when first used."""
+
+from __future__ import annotations
+
+import importlib
+from types import MappingProxyType
+from typing import Any
+
+_HOMES = MappingProxyType(
+    {
+        "Limits": "twinpool.lab.metrics.limits",
+        "Percentiles": "twinpool.lab.metrics.percentiles",
+        "Record": "twinpool.lab.record",
+        "Summary": "twinpool.lab.metrics.summary",
+        "WorkItem": "twinpool.lab.workload.item",
+        "Workload": "twinpool.lab.workload.workload",
+        "open_workload": "twinpool.lab.workload.workload",
+    }
+)
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
