@@ -80,12 +80,19 @@ class BlockPool:
         assert owner >= 0, "an owner is a number from 0 on"
         assert len(prefix) <= num_blocks, "a prefix is longer than its sequence"
         room = max(0, self.num_available - spare)
+        if not prefix:
+            self._check_room(num_blocks, room)
+            return Allocation(self._take_empty(owner, num_blocks), 0)
         self._check_room(num_blocks - self._num_held(prefix), room)
         shared = self._prefixes.find(prefix)
         self._check_room(num_blocks - sum(map(self._is_held, shared)), room)
         for block in shared:  # before anything is evicted, which could be one of these
             self._share(owner, block)
         return Allocation(shared + self._take_empty(owner, num_blocks - len(shared)), len(shared))
+
+    def take_one(self, owner: int) -> int:
+        """Give ``owner`` one more block, an empty one; there must be one."""
+        return self._take_empty(owner, 1)[0]
 
     def publish(self, owner: int, block: int, name: BlockName, *, after: int | None) -> bool:
         """Let others find a block whose content is whole; return whether they can.
@@ -194,9 +201,9 @@ class BlockPool:
 
     def _take_empty(self, owner: int, num_blocks: int) -> list[int]:
         """Give ``owner`` so many blocks that hold nothing; there is room."""
-        num_free = min(num_blocks, len(self._free))
-        blocks = [self._free.popleft() for _ in range(num_free)]
-        for _ in range(num_blocks - num_free):
+        free = self._free
+        blocks = [free.popleft() for _ in range(min(num_blocks, len(free)))]
+        for _ in range(num_blocks - len(blocks)):
             block, _ = self._cached.popitem(last=False)
             self._prefixes.remove(block)
             self.num_evicted += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from twinpool.core.errors import ServingError
 from twinpool.core.request import Request, TokenLogprob
@@ -52,8 +52,7 @@ class SequenceView(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """A policy's offer: compute up to ``num_tokens`` more tokens of ``sequence``."""
 
     sequence: SequenceView
@@ -82,8 +81,7 @@ class SchedulerPolicy(Protocol):
     def candidates(self, view: QueueView) -> Iterator[Work]: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchItem:
+class BatchItem(NamedTuple):
     """Tokens ``[first_token, first_token + num_tokens)`` of one sequence; their blocks are allocated."""
 
     sequence: SequenceView

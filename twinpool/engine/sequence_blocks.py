@@ -71,7 +71,7 @@ class SequenceBlocks:
 
     def grow(self, sequence: SequenceState) -> None:
         """Give a decoding sequence one more block; there must be one."""
-        sequence.blocks += self.pool.allocate(sequence.number, 1).blocks
+        sequence.blocks.append(self.pool.take_one(sequence.number))
         self._counters["evicted_blocks"] = self.pool.num_evicted
 
     def publish(self, sequence: SequenceState) -> None:
