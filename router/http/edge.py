@@ -37,6 +37,8 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _ORIGIN = re.compile(r"https?://[^/]*", re.IGNORECASE)
 
+_log = logging.getLogger("twinpool.http")
+
 
 class Edge:
     """Wraps the application.
@@ -60,8 +62,6 @@ class Edge:
         try:
             self._check(scope)
             await self._app(scope, reply.receive, reply.send)
-        except ServingError as error:
-            await reply.fail(error)
         except Exception as error:  # noqa: BLE001 - the end of the request; the server goes on
             await reply.fail(logged(error, request_id))
 
@@ -83,14 +83,18 @@ def request_id_of(scope: Scope) -> str:
     return request_id
 
 
-def logged(error: Exception, request_id: str) -> InternalError:
-    """Log a bug by its class and place, and return what the client may know of it.
+def logged(error: Exception, request_id: str) -> ServingError:
+    """Log what the client is not told of an error, and return what it may know.
 
-    The message of the error is not logged: it may hold what a client wrote.
+    A bug is logged by its class and place, and not by its message, which may hold what a client wrote.
     """
+    if isinstance(error, ServingError):
+        if verdict_of(error).message is not None:
+            _log.warning("request %s failed: %s: %s", request_id, type(error).__name__, error)
+        return error
     frames = reversed(traceback.extract_tb(error.__traceback__))
     where = " < ".join([type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in frames)])
-    logging.getLogger("twinpool.http").error("request %s failed: %s", request_id, where)
+    _log.error("request %s failed: %s", request_id, where)
     return InternalError("a bug ended this request")
 
 

@@ -37,6 +37,7 @@ from twinpool.core.errors import (
     TransferError,
     TransferTimeout,
     Unavailable,
+    Untrusted,
     WorkerDraining,
     WorkerLost,
 )
@@ -129,6 +130,9 @@ VERDICTS: Mapping[type[ServingError], Verdict] = {
     WorkerDraining: Verdict(503, "service_unavailable_error", "worker_draining"),
     WorkerLost: Verdict(
         503, "service_unavailable_error", "worker_lost", "the worker of this request is lost"
+    ),
+    Untrusted: Verdict(
+        502, "server_error", "untrusted", "the router and its workers do not trust each other"
     ),
     TransferError: Verdict(502, "server_error", "transfer_failed", "the KV of this request did not arrive"),
     TransferTimeout: Verdict(504, "server_error", "transfer_timeout", "the KV did not arrive in time"),

@@ -67,7 +67,7 @@ class GenerationEndpoint:
         except Exception as error:
             if not (job.is_stream and reply.is_started):
                 raise
-            await reply.fail(error if isinstance(error, ServingError) else logged(error, job.request_id))
+            await reply.fail(logged(error, job.request_id))
 
     async def _collect(self, job: Job, reply: _Reply) -> None:
         answers = [Answer() for _ in job.choices]

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests.router_http.toys import BOS, EOS, MAX_MODEL_TOKENS, MODEL, Reply, Site
-from twinpool.core.errors import InternalError, TransferDamaged
+from twinpool.core.errors import InternalError, TransferDamaged, Untrusted
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -221,6 +221,20 @@ def test_an_error_after_the_first_token_is_an_event_and_no_good_end(site: Site, 
     finishes = [part["finish_reason"] for event in reply.events[:-1] for part in event["choices"]]
     assert set(finishes) == {None}
     assert b"secret" not in reply.body
+
+
+@pytest.mark.parametrize("error_at", [0, 3])
+def test_what_a_client_is_not_told_is_in_the_log(
+    site: Site, caplog: pytest.LogCaptureFixture, error_at: int
+) -> None:
+    site.worker.error_at, site.worker.error = error_at, Untrusted("security.secret_file", "the clocks differ")
+
+    reply = site.post(COMPLETIONS, {"prompt": "a", "stream": True}, {"x-request-id": "of-a-client"})
+
+    assert b"clocks" not in reply.body
+    assert caplog.messages == [
+        "request of-a-client failed: Untrusted: security.secret_file: the clocks differ"
+    ]
 
 
 def test_one_failing_choice_fails_the_whole_answer(site: Site) -> None:

@@ -15,6 +15,7 @@ from twinpool.core.errors import (
     ServingError,
     TransferDamaged,
     Unavailable,
+    Untrusted,
     WorkerLost,
 )
 
@@ -45,6 +46,7 @@ def test_the_whole_tree_has_a_status_and_only_clients_mistakes_are_4xx() -> None
         (PromptTooLong(needed_tokens=9, limit_tokens=8), 400, "context_length_exceeded"),
         (TransferDamaged("bad"), 502, "transfer_failed"),
         (LayoutMismatch("differs"), 502, "transfer_failed"),
+        (Untrusted("security.secret_file", "secret"), 502, "untrusted"),
         (InternalError("secret"), 500, "internal_error"),
     ],
 )
