@@ -55,8 +55,13 @@ _SERVER_OPTIONS = (
     *_OPTIONS,
     ("grpc.so_reuseport", 0),  # two workers on one port would each get half of the transfers
     ("grpc.max_concurrent_streams", 1024),  # parts of one peer at once; a stranger's too
-    ("grpc.max_connection_idle_ms", 600_000),  # of a host that vanished while nothing was sent
+    ("grpc.max_connection_idle_ms", 60_000),  # of one that says what HTTP/2 wants, and then nothing
+    ("grpc.max_allowed_incoming_connections", 4096),  # so that strangers leave files for the other ports
 )
+_HANDSHAKE_OPTIONS = (
+    "grpc.server_handshake_timeout_ms",
+    "grpc.http2.settings_timeout",
+)  # of silent strangers
 _CHANNEL_OPTIONS = (
     *_OPTIONS,
     ("grpc.enable_http_proxy", 0),  # KV never goes through a proxy that the environment names
@@ -73,7 +78,9 @@ class GrpcTransport:
     def __init__(self, config: TransferConfig, tls: TLSFiles | None) -> None:
         self._config = config
         self._tls = tls
-        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
+        handshake_ms = round(config.connect_timeout_s * 1000)
+        handshake = ((name, handshake_ms) for name in _HANDSHAKE_OPTIONS)
+        self._server = grpc.aio.server(options=(*_SERVER_OPTIONS, *handshake))
         listen, host = where_to_listen(config)
         try:
             port = self._bind(listen)

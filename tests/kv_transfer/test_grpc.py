@@ -21,7 +21,13 @@ from grpc.aio import Metadata
 from kv_transfer.config import TransferConfig
 from kv_transfer.hub import Hub
 from kv_transfer.messages import MAX_HELLO_BYTES, hello_to_bytes
-from kv_transfer.transports.grpc import _CHANNEL_OPTIONS, _SERVER_OPTIONS, GrpcChannel, GrpcTransport
+from kv_transfer.transports.grpc import (
+    _CHANNEL_OPTIONS,
+    _HANDSHAKE_OPTIONS,
+    _SERVER_OPTIONS,
+    GrpcChannel,
+    GrpcTransport,
+)
 from tests.kv_transfer.cut_proxy import CutProxy
 from tests.kv_transfer.proxied import proxied
 from tests.kv_transfer.receiver_process import CONFIG, NUM_BLOCKS, receiver_process
@@ -472,7 +478,7 @@ def test_every_option_is_one_that_this_grpc_knows() -> None:
     library = Path(cygrpc.__file__).read_bytes()
 
     assert b"grpc.keepalive_time_ms" in library
-    for name, _ in (*_CHANNEL_OPTIONS, *_SERVER_OPTIONS):
+    for name in (*dict(_CHANNEL_OPTIONS), *dict(_SERVER_OPTIONS), *_HANDSHAKE_OPTIONS):
         assert name.encode() in library, name
 
 

@@ -18,6 +18,8 @@ KEEPALIVE_S = 2.0  # a silent connection is asked for a sign of life so often
 KEEPALIVE_TIMEOUT_S = 4.0  # and is given up without one
 CONNECT_TIMEOUT_S = 3.0
 HANDSHAKE_TIMEOUT_S = 5.0  # a connection that has not said what it is by then is closed
+MAX_IDLE_S = 600.0  # one that said what it is, and makes no call
+MAX_CONNECTIONS = 4096  # to one port, so that strangers leave files for the others
 MAX_RECONNECT_S = 1.0  # longest pause between two attempts to connect
 
 Options = tuple[tuple[str, int], ...]
@@ -31,6 +33,9 @@ def server_options(*, max_receive_bytes: int, max_send_bytes: int) -> Options:
     return (
         ("grpc.so_reuseport", 0),
         ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_TIMEOUT_S * 1000)),
+        ("grpc.http2.settings_timeout", round(HANDSHAKE_TIMEOUT_S * 1000)),
+        ("grpc.max_connection_idle_ms", round(MAX_IDLE_S * 1000)),
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
         ("grpc.max_receive_message_length", max_receive_bytes),
         ("grpc.max_send_message_length", max_send_bytes),
         # Peers ask for a sign of life at KEEPALIVE_S also when nothing runs; that is no offence.
