@@ -12,7 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
-from kv_transfer.addresses import joined, split, tune, where_to_listen
+from kv_transfer.addresses import listening, split, tune
+from kv_transfer.arrivals import Arrivals, Known
 from kv_transfer.config import TransferConfig
 from kv_transfer.pair.control import Control
 from twinpool.core.errors import ConfigError, TransferError, Untrusted
@@ -66,31 +67,18 @@ class TcpDoor:
     """
 
     def __init__(self, config: TransferConfig, tls: TLSFiles | None) -> None:
-        listen, told_host = where_to_listen(config)
-        host, port = split(listen)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        except OSError as error:
-            raise ConfigError("transfer.listen", f"{listen} cannot be bound: {error}") from error
-        self.address = joined(told_host, self._socket.getsockname()[1])
+        self._socket, self.address = listening(config)
+        self._handshake_s = config.connect_timeout_s
         self._server_tls = None if tls is None else tls.server_context()
         self._client_tls = None if tls is None else tls.client_context()
-        self._server: asyncio.Server | None = None
+        self._arrivals: Arrivals | None = None
 
     async def listen(self, connected: Connected) -> None:
-        async def check(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            tls = writer.get_extra_info("ssl_object")
-            try:
-                if tls is not None:
-                    check_peer(names_in(tls.getpeercert()), Party.WORKER)
-            except Untrusted:
-                writer.transport.abort()
-                return
-            tune(writer.get_extra_info("socket"))
-            await connected(Control(reader, writer))
+        async def serve(end: socket.socket, known: Known) -> None:
+            tune(end)
+            await connected(await self._control(end))
 
-        self._server = await asyncio.start_server(check, sock=self._socket, ssl=self._server_tls)
+        self._arrivals = Arrivals(self._socket, serve)
 
     def reaches(self, address: str) -> bool:
         return True
@@ -108,7 +96,34 @@ class TcpDoor:
         return Control(reader, writer)
 
     def close(self) -> None:
-        _close(self._server, self._socket)
+        if self._arrivals is None:
+            self._socket.close()
+        else:
+            self._arrivals.close()
+
+    async def _control(self, end: socket.socket) -> Control:
+        """Find out who has connected.
+
+        Raises:
+            OSError: It does not say so in time, or has no certificate of our CA.
+            Untrusted: It is no worker.
+        """
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        transport, protocol = await loop.connect_accepted_socket(
+            lambda: asyncio.StreamReaderProtocol(reader),
+            end,
+            ssl=self._server_tls,
+            ssl_handshake_timeout=None if self._server_tls is None else self._handshake_s,
+        )
+        tls = transport.get_extra_info("ssl_object")
+        if tls is not None:
+            try:
+                check_peer(names_in(tls.getpeercert()), Party.WORKER)
+            except Untrusted:
+                transport.abort()
+                raise
+        return Control(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
 
 
 class LocalDoor:
@@ -163,7 +178,9 @@ class LocalDoor:
         return Control(reader, writer)
 
     def close(self) -> None:
-        _close(self._server, self._socket)
+        if self._server is not None:
+            self._server.close()
+        self._socket.close()
 
 
 def _parts(address: str) -> tuple[str, str, str]:
@@ -184,9 +201,3 @@ def _is_own_user(writer: asyncio.StreamWriter) -> bool:
     peer = writer.get_extra_info("socket")
     data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(data)[1] == os.geteuid())
-
-
-def _close(server: asyncio.Server | None, listening: socket.socket) -> None:
-    if server is not None:
-        server.close()
-    listening.close()

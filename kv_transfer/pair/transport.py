@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from kv_transfer.arrivals import Strangers
 from kv_transfer.config import TransferConfig
 from kv_transfer.hello import Hello
 from kv_transfer.pair.control import Control
@@ -24,7 +25,6 @@ from twinpool.core.errors import TransferError, TransferRefused, TransferTimeout
 from twinpool.core.ticket import Endpoint
 
 _MOST_PAIRS = 32  # in each direction: each holds slots, threads, and what its library takes
-_MOST_STRANGERS = 64  # connections that have not said yet who they are
 _BUILD_S = 60.0  # the first use of a library between two machines may take many seconds
 _REFUSED_S = 10.0  # a peer that has said why there is no way to it is not asked again
 
@@ -54,7 +54,7 @@ class PairTransport:
         self._to: dict[str, _Building] = {}  # by address, the one used last at the end
         self._from: dict[ReceivingPair, asyncio.Task[None]] = {}  # of no strangers
         self._tasks: set[asyncio.Task[None]] = set()
-        self._strangers: dict[ReceivingPair, asyncio.Task[None]] = {}
+        self._strangers = Strangers()
         self._refusals: dict[str, _Refusal] = {}  # by peers that this rank cannot work with, by address
         self._is_closed = False
 
@@ -187,16 +187,14 @@ class PairTransport:
 
         def expected(pair: ReceivingPair) -> None:
             self._make_room_from()
-            del self._strangers[pair]
+            self._strangers.discard(task)
             self._from[pair] = task
 
-        self._strangers[pair] = task
-        if len(self._strangers) > _MOST_STRANGERS:
-            next(iter(self._strangers.values())).cancel()  # it had the most time to say who it is
+        self._strangers.add(task)
         try:
             await pair.run(expected=expected, build_s=_BUILD_S)
         finally:
-            self._strangers.pop(pair, None)
+            self._strangers.discard(task)
             self._from.pop(pair, None)
 
     def _make_room_from(self) -> None:

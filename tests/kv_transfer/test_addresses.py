@@ -17,6 +17,8 @@ from twinpool.core.errors import ConfigError
         ("[::1]:7000", "", ("[::1]:7000", "::1")),
         ("0.0.0.0:7000", "worker-3", ("0.0.0.0:7000", "worker-3")),
         (":7000", "[fd00::2]", (":7000", "fd00::2")),
+        (":7000", "fd00::2", (":7000", "fd00::2")),
+        ("[fe80::1%eth0]:7000", "", ("[fe80::1%eth0]:7000", "fe80::1%eth0")),
     ],
 )
 def test_peers_are_told_what_is_advertised_or_else_what_is_listened_on(
@@ -34,6 +36,18 @@ def test_every_address_there_is_cannot_be_told_to_peers(listen: str) -> None:
 def test_a_setting_that_is_no_address_is_named() -> None:
     with pytest.raises(ConfigError, match=r"transfer\.listen: 10\.0\.0\.2 is not of the form HOST:PORT"):
         where_to_listen(TransferConfig(listen="10.0.0.2"))
+
+
+@pytest.mark.parametrize("listen", ["::1", "::1:7000", "fd00::2:7000", "[fd00::2:7000", "[here:we]:7000"])
+def test_an_ipv6_address_without_brackets_is_not_guessed_at(listen: str) -> None:
+    with pytest.raises(ConfigError, match=r"transfer\.listen: .*: an IPv6 address needs brackets"):
+        where_to_listen(TransferConfig(listen=listen))
+
+
+@pytest.mark.parametrize("advertise_host", ["worker-3:7000", "10.0.0.2:7000", "[fd00::2]:7000"])
+def test_what_is_advertised_is_a_host_alone(advertise_host: str) -> None:
+    with pytest.raises(ConfigError, match=r"transfer\.advertise_host: .* is not a host alone"):
+        where_to_listen(TransferConfig(listen=":7000", advertise_host=advertise_host))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:80", "[fd00::2]:65535", "worker-3:0"])

@@ -558,11 +558,19 @@ def test_what_is_advertised_may_differ_from_where_it_listens() -> None:
 
 
 @pytest.mark.parametrize(
-    "listen", ["nowhere", "127.0.0.1:", "127.0.0.1:99999", "203.0.113.7:0", "no.such.host.:0"]
+    ("listen", "problem"),
+    [
+        ("nowhere", "is not of the form HOST:PORT"),
+        ("127.0.0.1:", "is not of the form HOST:PORT"),
+        ("127.0.0.1:99999", "is not of the form HOST:PORT"),
+        ("::1:0", "is not of the form HOST:PORT: an IPv6 address needs brackets"),
+        ("203.0.113.7:0", "cannot be bound"),
+        ("no.such.host.:0", "cannot be bound"),
+    ],
 )
-def test_an_address_that_cannot_be_bound_is_named(listen: str) -> None:
+def test_an_address_that_cannot_be_bound_is_named(listen: str, problem: str) -> None:
     async def scenario() -> None:
-        with pytest.raises(ConfigError, match=f"transfer.listen: {listen} cannot be bound"):
+        with pytest.raises(ConfigError, match=f"transfer.listen: {listen} {problem}"):
             TcpTransport(replace(CONFIG, listen=listen), None)
 
     asyncio.run(scenario())
