@@ -39,6 +39,7 @@ from kv_transfer.line.sending import LineLost, SendingLine, ShmChannel
 from kv_transfer.stream.readiness import readable
 from kv_transfer.transport import FrameSink
 from twinpool.core.errors import ConfigError, TransferError, TransferTimeout
+from twinpool.core.seldom import SeldomLog
 from twinpool.core.ticket import Endpoint
 from twinpool.core.tls import TLSFiles
 
@@ -67,6 +68,7 @@ class ShmTransport:
         except OSError as error:
             self._listener.close()
             raise ConfigError("transfer.listen", f"{config.listen} cannot be bound: {error}") from error
+        self._news = SeldomLog(_log, logging.WARNING)
         self._accepting: asyncio.Task[None] | None = None
         self._receiving: set[ReceivingLine] = set()
         self._sending: dict[str, asyncio.Task[SendingLine]] = {}  # connecting or there
@@ -161,7 +163,7 @@ class ShmTransport:
                         await self._receive(end, sink)
                         stack.pop_all()
             except OSError as error:  # the caller has left, or this process has too many files open
-                _log.warning("a process of this host cannot connect: %s", error)
+                self._news.tell("a process of this host cannot connect: %s", error)
                 await asyncio.sleep(_RETRY_S)
 
     async def _receive(self, end: socket.socket, sink: FrameSink) -> None:
@@ -173,12 +175,12 @@ class ShmTransport:
 
     def _is_welcome(self, end: socket.socket) -> bool:
         if not _is_of_this_user(end):
-            _log.warning("a process of another user was sent away")
+            self._news.tell("a process of another user was sent away")
             return False
         if len(self._receiving) >= _MAX_LINES:
             idle = next((line for line in self._receiving if line.is_idle), None)
             if idle is None:
-                _log.warning("more than %d processes of this host send at once", _MAX_LINES)
+                self._news.tell("more than %d processes of this host send at once", _MAX_LINES)
                 return False
             idle.cut()
         return True

@@ -7,7 +7,6 @@ token is looked at before a byte of the message is; who has no certificate of ou
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
@@ -16,13 +15,13 @@ import grpc.aio
 
 from twinpool.core.errors import Untrusted
 from twinpool.core.security import Trust
+from twinpool.core.seldom import SeldomLog
 from twinpool.core.tls import Party, check_peer
 from twinpool.rpc.serving import Context
 from twinpool.rpc.status import abort_with
 from twinpool.rpc.token import KEY, TokenCheck
 
 OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check"})
-_TELL_EVERY_S = 10.0  # a stranger who calls all the time fills no log
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 _log = logging.getLogger(__name__)
@@ -46,8 +45,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             TokenCheck(trust.secret, caller=callers, audience=audience) if trust.secret.is_set else None
         )
         self.num_refused = 0
-        self._told_s = float("-inf")
-        self._num_told = 0
+        self._news = SeldomLog(_log, logging.WARNING)
 
     async def intercept_service(
         self,
@@ -88,15 +86,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     async def _refuse(self, context: Context, error: Untrusted) -> None:
         self.num_refused += 1
-        now_s = time.monotonic()
-        if now_s - self._told_s > _TELL_EVERY_S:
-            _log.warning(
-                "refused %d calls since last told; now one of %s: %s",
-                self.num_refused - self._num_told,
-                context.peer(),
-                error,
-            )
-            self._told_s, self._num_told = now_s, self.num_refused
+        self._news.tell("refused a call of %s: %s", context.peer(), error)
         await abort_with(context, error)
 
 
