@@ -17,7 +17,7 @@ NOW_S = 1_800_000_000.0
 
 
 class Wall:
-    """A wall clock that is set by hand."""
+    """A clock that is set by hand."""
 
     def __init__(self) -> None:
         self.now_s = NOW_S
@@ -37,8 +37,9 @@ def token(
     return make_token(secret, caller=caller, audience=audience, method=method, unix_s=unix_s)
 
 
-def a_check(wall: Wall | None = None) -> TokenCheck:
-    return TokenCheck(SECRET, caller=Party.ROUTER, audience="decode-0", unix_s=wall or Wall())
+def a_check(wall: Wall | None = None, steady: Wall | None = None) -> TokenCheck:
+    wall = wall or Wall()
+    return TokenCheck(SECRET, caller=Party.ROUTER, audience="decode-0", unix_s=wall, now_s=steady or wall)
 
 
 def test_the_token_of_a_call_is_taken_once() -> None:
@@ -94,6 +95,20 @@ def test_what_is_remembered_of_tokens_has_an_end() -> None:
 
     for _ in range(10 * WINDOW_S):
         wall.now_s += 1.0
+        check.check(token(unix_s=wall.now_s), METHOD)
+
+    assert len(check._seen) <= 2 * WINDOW_S + 1
+
+
+def test_what_is_remembered_has_an_end_although_the_clock_was_put_back() -> None:
+    wall, steady = Wall(), Wall()
+    check = a_check(wall, steady)
+    wall.now_s += 365 * 86400.0
+    check.check(token(unix_s=wall.now_s), METHOD)
+    wall.now_s = NOW_S
+
+    for _ in range(10 * WINDOW_S):
+        wall.now_s, steady.now_s = wall.now_s + 1.0, steady.now_s + 1.0
         check.check(token(unix_s=wall.now_s), METHOD)
 
     assert len(check._seen) <= 2 * WINDOW_S + 1

@@ -48,15 +48,23 @@ class TokenCheck:
         caller: Who may call; a token of another party has another signature.
         audience: Who is called.
         unix_s: Tells the time.
+        now_s: Tells how time passes, also when somebody sets the clock.
     """
 
     def __init__(
-        self, secret: Secret, *, caller: Party, audience: str, unix_s: Callable[[], float] = time.time
+        self,
+        secret: Secret,
+        *,
+        caller: Party,
+        audience: str,
+        unix_s: Callable[[], float] = time.time,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._secret = secret
         self._caller = caller
         self._audience = audience
         self._unix_s = unix_s
+        self._now_s = now_s
         # When each nonce came, oldest first.  Only holders of the secret get any in here.
         self._seen: dict[str, float] = {}
 
@@ -79,13 +87,14 @@ class TokenCheck:
                 _FIELD,
                 f"no {self._caller} with the same secret made the call's token for {self._audience}",
             )
-        now_s = self._unix_s()
-        if abs(now_s - int(stamp)) > WINDOW_S:
+        ago_s = self._unix_s() - int(stamp)
+        if abs(ago_s) > WINDOW_S:
             raise Untrusted(
                 _FIELD,
-                f"the call's token is of {now_s - int(stamp):.0f} s ago, {WINDOW_S} are allowed: "
+                f"the call's token is of {ago_s:.0f} s ago, {WINDOW_S} are allowed: "
                 "the clocks of the two sides differ",
             )
+        now_s = self._now_s()
         self._forget(now_s - 2 * WINDOW_S)
         if nonce in self._seen:
             raise Untrusted(_FIELD, "the call's token was used before")
