@@ -21,7 +21,7 @@ from twinpool.core.secret import Secret
 from twinpool.core.ticket import Endpoint, KVTicket
 
 _REMEMBERED_TICKETS = 4096
-_CLOCK_SKEW_S = 60.0  # that the wall clocks of two hosts may differ by
+_CLOCK_SKEW_S = 120.0  # of two workers, either of which may be 60 s off their router's clock
 
 _log = logging.getLogger(__name__)
 
@@ -143,8 +143,12 @@ class KVSender:
             return "nobody of this deployment made this ticket"
         if ticket.sender_id != self._worker_id:
             return f"the ticket is for {ticket.sender_id}, this is {self._worker_id}"
-        if self._unix_s() > ticket.expires_unix_s + _CLOCK_SKEW_S:
-            return "the time of the ticket is over"
+        over_s = self._unix_s() - ticket.expires_unix_s
+        if over_s > _CLOCK_SKEW_S:
+            return (
+                f"the time of the ticket was over {over_s:.0f} s ago, {_CLOCK_SKEW_S:g} are allowed: "
+                "it is old, or the clocks of the two workers differ"
+            )
         if ticket.transfer_id in self._used:
             return "the ticket was used already"
         return ""
