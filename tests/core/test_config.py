@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -146,6 +147,16 @@ def test_what_is_printed_binds_to_an_equal_value() -> None:
 
     assert bind(Root, parse_yaml(to_yaml(root), source="t")) == root
     assert unbind(root)["workers"][0]["colour"] == "blue"
+
+
+def test_values_of_any_type_are_kept_as_they_are() -> None:
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Told:
+        values: Mapping[str, Any]
+
+    values = {"text": "a", "list": [1, {"deep": None}]}
+
+    assert bind(Told, {"values": values}) == Told(values=values)
 
 
 def test_leaves_are_laid_on_top_and_neither_mapping_changes() -> None:

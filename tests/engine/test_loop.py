@@ -282,6 +282,22 @@ def test_load_and_stall_can_be_read_while_the_engine_hangs() -> None:
     run(test)
 
 
+def test_busy_is_the_time_in_steps_that_ran_something() -> None:
+    async def test() -> None:
+        clock = ManualClock()
+        runner = FakeRunner(before_step=lambda plan: clock.advance(0.25))
+        async with running(engine(runner, clock=clock), clock) as loop:
+            clock.advance(60.0)
+            await collect(await loop.submit(prompt(3, max_tokens=4)))
+            clock.advance(60.0)
+            await loop.audit()
+            await loop.audit()
+
+            assert loop.load().counters["busy_us"] == 4 * 250_000
+
+    run(test)
+
+
 def test_a_draining_loop_refuses_finishes_and_becomes_idle() -> None:
     async def test() -> None:
         gate = Gate()

@@ -137,6 +137,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 def _bind_value(hint: Any, value: object, path: str) -> Any:
+    if hint is Any:
+        return value
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return _bind_union(args, value, path)

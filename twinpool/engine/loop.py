@@ -326,6 +326,7 @@ class _StepThread:
         self._clock = clock
         self._has_work = False
         self._is_moving = False  # the latest step ran something, so the next one is due at once
+        self._busy_s = 0.0  # in steps that ran something, since the start
         self._sequences: dict[SequenceHandle, SequenceState] = {}  # live ones only
         self._handles: dict[int, SequenceHandle] = {}  # the same by number
         self._idle_waiters: list[asyncio.Future[None]] = []
@@ -449,8 +450,11 @@ class _StepThread:
         return True
 
     def _step(self) -> None:
+        began_s = self._clock.now_s()
         result = self._engine.step(self._written)
         self._is_moving = result.num_items > 0
+        if self._is_moving:
+            self._busy_s += self._clock.now_s() - began_s
         pairs: list[tuple[SequenceState, TokenOutput | ServingError]] = [*result.outputs, *result.failed]
         events: list[tuple[SequenceHandle, TokenOutput | ServingError]] = []
         for sequence, event in pairs:
@@ -473,7 +477,7 @@ class _StepThread:
             running=engine.num_sequences - engine.num_waiting,
             queued=engine.num_waiting,
             free_blocks=engine.num_free_blocks,
-            counters=dict(engine.counters),
+            counters={**engine.counters, "busy_us": round(self._busy_s * 1e6)},
         )
         self.seen_s = self._clock.now_s()
         self._has_work = engine.has_work
