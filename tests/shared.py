@@ -19,3 +19,11 @@ def smollm2_references() -> list[dict[str, Any]]:
         pytest.skip(f"{path} is not here")
     items: list[dict[str, Any]] = json.loads(path.read_text())["items"]
     return items
+
+
+def vectors() -> dict[str, dict[str, Any]]:
+    """Return test vectors by id, with inputs, expected values, tolerance and source; none if not here."""
+    path = SHARED / "vectors" / "vectors.json"
+    if not path.exists():
+        return {}
+    return {vector["id"]: vector for vector in json.loads(path.read_text())["vectors"]}

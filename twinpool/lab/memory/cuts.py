@@ -1,0 +1,114 @@
+"""What to change so that a plan fits: one change at a time, and what each of them saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from twinpool.core.errors import ConfigError
+from twinpool.lab.memory.cache_format import FORMATS
+from twinpool.lab.memory.planned_model import PlannedModel
+from twinpool.lab.memory.term import Part
+from twinpool.lab.memory.worker_plan import Load, WorkerPlan, WorkerShape, plan_worker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """One change."""
+
+    part: Part  # that it makes smaller first of all
+    change: str
+    saved_bytes: int
+    is_enough: bool
+
+
+def find_cuts(model: PlannedModel, plan: WorkerPlan) -> tuple[Cut, ...]:
+    """Return changes to a plan that does not fit: those that are enough first, and of them the smallest.
+
+    None of them makes another model of it: what they change is what a deployment may choose.
+    """
+    if plan.fits:
+        return ()
+    found = []
+    for part, change, worker in _changes(model, plan):
+        try:
+            changed = plan_worker(model, worker)
+        except ConfigError:  # ranks that do not divide the heads: no change that could be made
+            continue
+        saved = plan.missing_bytes - changed.missing_bytes if changed.missing_bytes else _saved(plan, changed)
+        if saved > 0:
+            found.append(Cut(part=part, change=change, saved_bytes=saved, is_enough=changed.fits))
+    return tuple(sorted(found, key=lambda cut: (not cut.is_enough, _distance(cut, plan))))
+
+
+def _saved(plan: WorkerPlan, changed: WorkerPlan) -> int:
+    return max(plan.total_bytes - changed.total_bytes, plan.missing_bytes)
+
+
+def _distance(cut: Cut, plan: WorkerPlan) -> int:
+    return abs(cut.saved_bytes - plan.missing_bytes)
+
+
+def _changes(model: PlannedModel, plan: WorkerPlan) -> Iterator[tuple[Part, str, WorkerShape]]:
+    worker, load = plan.worker, plan.worker.load
+    if load is not None:
+        fewer = _largest(
+            1, load.num_conversations, lambda number: _fits(model, worker, load, conversations=number)
+        )
+        if fewer:
+            told = f"{fewer} conversations instead of {load.num_conversations}"
+            yield Part.CACHE, told, replace(worker, load=replace(load, num_conversations=fewer))
+        shorter = _largest(1, load.num_tokens, lambda tokens: _fits(model, worker, load, tokens=tokens))
+        if shorter:
+            told = f"conversations of {shorter} tokens instead of {load.num_tokens}"
+            yield Part.CACHE, told, replace(worker, load=replace(load, num_tokens=shorter))
+    elif worker.cache_bytes is not None:
+        smaller = worker.cache_bytes - plan.missing_bytes
+        if smaller > 0:
+            yield (
+                Part.CACHE,
+                f"a KV cache of {smaller} bytes on each rank",
+                replace(worker, cache_bytes=smaller),
+            )
+    if worker.dtype == "float32":
+        yield Part.WEIGHTS, "dtype bfloat16 instead of float32", replace(worker, dtype="bfloat16")
+    if not model.is_served and worker.settings.form.element_bits > 8:
+        told = f"a KV cache of fp8 instead of {worker.settings.form.name}"
+        yield Part.CACHE, told, replace(worker, cache_form=FORMATS["fp8"])
+    twice = 2 * worker.num_ranks
+    yield Part.WEIGHTS, f"{twice} ranks instead of {worker.num_ranks}", replace(worker, num_ranks=twice)
+    engine, transfer = worker.engine, worker.transfer
+    tokens = max(engine.max_sequences, engine.max_batch_tokens // 4)
+    if tokens < engine.max_batch_tokens:
+        told = f"engine.max_batch_tokens {tokens} instead of {engine.max_batch_tokens}"
+        yield Part.ACTIVATIONS, told, replace(worker, engine=replace(engine, max_batch_tokens=tokens))
+    if plan.term(Part.STAGING).num_bytes + plan.term(Part.PEERS).num_bytes:
+        credit = max(transfer.message_bytes, transfer.credit_bytes // 4)
+        told = f"transfer.credit_bytes {credit} instead of {transfer.credit_bytes}"
+        yield Part.STAGING, told, replace(worker, transfer=replace(transfer, credit_bytes=credit))
+
+
+def _fits(
+    model: PlannedModel,
+    worker: WorkerShape,
+    load: Load,
+    *,
+    conversations: int | None = None,
+    tokens: int | None = None,
+) -> bool:
+    changed = replace(
+        load,
+        num_conversations=conversations or load.num_conversations,
+        num_tokens=tokens or load.num_tokens,
+    )
+    return plan_worker(model, replace(worker, load=changed)).fits
+
+
+def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number in [low, high) that fits; 0 if none does."""
+    if low >= high or not fits(low):
+        return 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
