@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from dataclasses import dataclass
 
 from twinpool.core.errors import ConfigError
@@ -10,6 +12,8 @@ from twinpool.core.errors import ConfigError
 MAX_MESSAGE_BYTES = 8 * 2**20
 MAX_CREDIT_BYTES = 2**40  # more than any machine has, and less than what a message can say
 _HEADER_ROOM_BYTES = 2**20
+_LEAST_S = 0.1  # anything shorter is over before a busy machine has done anything at all
+_HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}", re.ASCII)
 _PROTOCOL = "2"  # changes whenever two ends of different builds would misunderstand each other
 
 
@@ -32,9 +36,14 @@ class TransferConfig:
     advertise_host: str = ""  # what peers connect to when `listen` is a wildcard
 
     def __post_init__(self) -> None:
-        for name in ("lease_s", "connect_timeout_s", "message_bytes"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"transfer.{name}", f"{getattr(self, name)} is not above 0")
+        for name, least in (
+            ("lease_s", _LEAST_S),
+            ("connect_timeout_s", _LEAST_S),
+            ("message_bytes", 1),
+            ("whole_below_tokens", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"transfer.{name}", f"{getattr(self, name)} is less than {least}")
         if self.message_bytes > MAX_MESSAGE_BYTES - _HEADER_ROOM_BYTES:
             raise ConfigError(
                 "transfer.message_bytes",
@@ -47,6 +56,13 @@ class TransferConfig:
                 "transfer.credit_bytes",
                 f"{self.credit_bytes} is less than one message of {self.message_bytes}",
             )
+        for name in self.transports:
+            if self.transports.count(name) > 1:
+                raise ConfigError("transfer.transports", f"{name} stands there twice")
+        if self.advertise_host and not _is_host(self.advertise_host):
+            raise ConfigError(
+                "transfer.advertise_host", f"{self.advertise_host[:100]!r} is no name or address"
+            )
 
     @property
     def fingerprint(self) -> dict[str, str]:
@@ -57,3 +73,11 @@ class TransferConfig:
             "kv_checksum": str(self.checksum).lower(),
             "convert_dtypes": str(self.convert_dtypes).lower(),
         }
+
+
+def _is_host(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text.strip("[]"))
+    except ValueError:
+        return _HOST_NAME.fullmatch(text) is not None
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -17,18 +18,27 @@ USABLE = [name for name in transport_names() if not unavailable(name)]
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lease_s": 0.0}, "transfer.lease_s: 0.0 is not above 0"),
-        ({"message_bytes": 0}, "transfer.message_bytes: 0 is not above 0"),
+        ({"lease_s": 0.0}, "transfer.lease_s: 0.0 is less than 0.1"),
+        ({"lease_s": 0.0001}, "transfer.lease_s: 0.0001 is less than 0.1"),
+        ({"connect_timeout_s": -1.0}, "transfer.connect_timeout_s: -1.0 is less than 0.1"),
+        ({"message_bytes": 0}, "transfer.message_bytes: 0 is less than 1"),
+        ({"whole_below_tokens": -1}, "transfer.whole_below_tokens: -1 is less than 0"),
+        ({"transports": ("tcp", "grpc", "tcp")}, "transfer.transports: tcp stands there twice"),
+        ({"advertise_host": "10.0.0.7:80"}, "transfer.advertise_host: '10.0.0.7:80' is no name or address"),
+        ({"advertise_host": "a b"}, "transfer.advertise_host: 'a b' is no name or address"),
         ({"message_bytes": 8 * 2**20}, "transfer.message_bytes: 8388608 is more than 7340032"),
         ({"credit_bytes": 2**64}, f"transfer.credit_bytes: {2**64} is more than {2**40}"),
         ({"credit_bytes": 1000}, "transfer.credit_bytes: 1000 is less than one message of 2097152"),
     ],
 )
-def test_a_setting_that_cannot_work_is_refused_with_its_name(
-    settings: dict[str, float], message: str
-) -> None:
+def test_a_setting_that_cannot_work_is_refused_with_its_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TransferConfig(**settings)
+
+
+@pytest.mark.parametrize("host", ["", "10.0.0.7", "::1", "[::1]", "fe80::1%eth0", "decode-0.twinpool.svc"])
+def test_a_host_to_advertise_is_a_name_or_an_address(host: str) -> None:
+    assert TransferConfig(advertise_host=host).advertise_host == host
 
 
 def test_an_unknown_transport_is_refused_with_the_list_of_what_is_known() -> None:

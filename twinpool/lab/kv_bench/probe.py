@@ -91,7 +91,7 @@ class Probe:
             credit_bytes=max(TransferConfig().credit_bytes, self.message_bytes),
             checksum=checksum,
             compact=self.compact,
-            lease_s=self.timeout_s,
+            lease_s=max(1.0, self.timeout_s),  # the deadline of a transfer is shorter then
             listen=f"{host}:0" if host else "",
         )
 
