@@ -48,9 +48,33 @@ def resolve_model(
         return path.absolute()
     if path.is_file():
         return _imported(path, models, progress)
-    if name.startswith(("/", ".", "~")) or name.endswith(".gguf") or not _HUB_ID.fullmatch(name):
+    if not _is_hub_id(name):
         raise ModelError(_FIELD, f"{name} does not exist")
     return _downloaded(name, progress)
+
+
+def resolve_config(name: str, *, progress: Callable[[str], None] = _silent) -> Path:
+    """Return a folder with the config.json of the model ``name``, or that file; weights may be absent.
+
+    Args:
+        name: As for ``resolve_model``, or a .json file; of a model on the hub only the config is fetched.
+        progress: As there.
+
+    Raises:
+        ModelError: As there.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".json"):
+        return path
+    if name == EMBEDDED_NAME or path.is_file() or not _is_hub_id(name):
+        return resolve_model(name, progress=progress)
+
+    def fetch() -> Path:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(name, "config.json")).parent
+
+    return _from_hub(name, fetch, progress)
 
 
 def served_name(name: str) -> str:
@@ -81,8 +105,24 @@ def _imported(path: Path, models: Path, progress: Callable[[str], None]) -> Path
     return build_once(target, lambda folder: import_gguf(file, folder, progress), progress)
 
 
+def _is_hub_id(name: str) -> bool:
+    is_path = name.startswith(("/", ".", "~")) or name.endswith((".gguf", ".json"))
+    return not is_path and _HUB_ID.fullmatch(name) is not None
+
+
 def _downloaded(name: str, progress: Callable[[str], None]) -> Path:
-    from huggingface_hub import snapshot_download
+    def fetch() -> Path:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+
+    folder = _from_hub(name, fetch, progress)
+    check_folder(folder)
+    return folder
+
+
+def _from_hub(name: str, fetch: Callable[[], Path], progress: Callable[[str], None]) -> Path:
+    """Return what ``fetch`` gets from the hub; its complaints become ours."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -97,7 +137,7 @@ def _downloaded(name: str, progress: Callable[[str], None]) -> Path:
     progress(f"looking for {name} on the Hugging Face hub")
     way_out = "give --model a local folder, a .gguf file, or the alias " + EMBEDDED_NAME
     try:
-        folder = Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+        return fetch()
     except GatedRepoError as error:
         raise ModelError(
             _FIELD, f"{name} is gated: log in with `hf auth login` and accept its terms"
@@ -112,5 +152,3 @@ def _downloaded(name: str, progress: Callable[[str], None]) -> Path:
             f"{name} is no local path, and the Hugging Face hub cannot be reached"
             f" ({type(error).__name__}); connect to the network, or {way_out}",
         ) from error
-    check_folder(folder)
-    return folder

@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_certs(commands)
     _add_doctor(commands)
     _add_kv_bench(commands)
+    _add_plan(commands)
     return parser
 
 
@@ -172,6 +173,14 @@ def _add_kv_bench(commands: Commands) -> None:
     command.set_defaults(run=_kv_bench)
 
 
+def _add_plan(commands: Commands) -> None:
+    command = commands.add_parser(
+        "plan", help="tell the memory of each role before anything is started", allow_abbrev=False
+    )
+    options.add_plan(command)
+    command.set_defaults(run=_plan)
+
+
 def _serve(args: argparse.Namespace) -> int:
     from twinpool.cli import run
 
@@ -248,6 +257,12 @@ def _kv_bench(args: argparse.Namespace) -> int:
     from twinpool.cli import kv_bench
 
     return kv_bench.kv_bench(args)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from twinpool.cli import plan
+
+    return plan.plan(args)
 
 
 def _one_line(error: BaseException) -> str:

@@ -109,6 +109,28 @@ def add_kv_bench(command: argparse.ArgumentParser) -> None:
     command.set_defaults(set=[])
 
 
+def add_plan(command: argparse.ArgumentParser) -> None:
+    """Add the options of `plan`: a deployment as `serve` is told it, and what it has room for."""
+    _add_file(command)
+    pools = command.add_argument_group("pools")
+    for role in ("prefill", "decode", "colocated"):
+        _set(pools, (f"--{role}", f"pools.{role}.workers", int, "N", f"{role} workers"))
+        path, about = f"pools.{role}.tensor_parallel", f"ranks of each {role} worker (default: 1)"
+        _set(pools, (f"--{role}-tensor-parallel", path, int, "N", about))
+    room = command.add_argument_group("room")
+    room.add_argument("--memory", metavar="SIZE", help="free for each rank (default: as here and now)")
+    room.add_argument("--reserve", metavar="SIZE", help="of it, for everything that is not ours")
+    room.add_argument("--load", metavar="NxTOKENS", help="must fit: so many conversations of so many tokens")
+    room.add_argument("--context", metavar="N,N", help="tokens of a conversation: the rows of the table")
+    room.add_argument("--conversations", metavar="N,N", help="how many at once: its columns (1,4,16,64)")
+    room.add_argument("--cache-format", metavar="NAME", help="of KV: fp8, int8, int4 or a dtype; as an if")
+    room.add_argument("--parameters", metavar="COUNT", help="of a model that cannot be counted, as in 70B")
+    command.add_argument("--measure", action="store_true", help="run it here, and show what it took beside")
+    command.add_argument("--json", action="store_true", help="print everything as JSON")
+    _add_engine(command)
+    command.set_defaults(certs=None)
+
+
 def add_client(command: argparse.ArgumentParser) -> None:
     """Add the options of commands that talk to a running server."""
     command.add_argument("--url", default=None, help="of the server (TWINPOOL_URL; http://127.0.0.1:8000)")

@@ -75,8 +75,8 @@ def _changes(model: PlannedModel, plan: WorkerPlan) -> Iterator[tuple[Part, str,
     if not model.is_served and worker.settings.form.element_bits > 8:
         told = f"a KV cache of fp8 instead of {worker.settings.form.name}"
         yield Part.CACHE, told, replace(worker, cache_form=FORMATS["fp8"])
-    twice = 2 * worker.num_ranks
-    yield Part.WEIGHTS, f"{twice} ranks instead of {worker.num_ranks}", replace(worker, num_ranks=twice)
+    ranks = _more_ranks(model, worker)
+    yield Part.WEIGHTS, f"{ranks} ranks instead of {worker.num_ranks}", replace(worker, num_ranks=ranks)
     engine, transfer = worker.engine, worker.transfer
     tokens = max(engine.max_sequences, engine.max_batch_tokens // 4)
     if tokens < engine.max_batch_tokens:
@@ -86,6 +86,18 @@ def _changes(model: PlannedModel, plan: WorkerPlan) -> Iterator[tuple[Part, str,
         credit = max(transfer.message_bytes, transfer.credit_bytes // 4)
         told = f"transfer.credit_bytes {credit} instead of {transfer.credit_bytes}"
         yield Part.STAGING, told, replace(worker, transfer=replace(transfer, credit_bytes=credit))
+
+
+def _more_ranks(model: PlannedModel, worker: WorkerShape) -> int:
+    """Return 2, 4 or 8 times the ranks, the least that fits; twice as many if none does."""
+    for factor in (2, 4, 8):
+        ranks = factor * worker.num_ranks
+        try:
+            if plan_worker(model, replace(worker, num_ranks=ranks)).fits:
+                return ranks
+        except ConfigError:  # they do not divide the heads
+            break
+    return 2 * worker.num_ranks
 
 
 def _fits(

@@ -104,6 +104,11 @@ class WorkerPlan:
     def fits(self) -> bool:
         return self.missing_bytes == 0
 
+    @property
+    def kv_memory_bytes(self) -> int:
+        """The KV cache of all ranks together: the setting ``kv_memory`` that gives this plan."""
+        return self.capacity.cache_bytes * self.worker.num_ranks
+
     def term(self, part: Part) -> Term:
         return next(term for term in self.terms if term.part is part)
 
