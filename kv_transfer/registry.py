@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
@@ -15,11 +16,31 @@ from twinpool.core.tls import TLSFiles
 
 # The best first; a name that is not here is used only if it is asked for.
 PREFERENCE = ("shm", "tcp", "grpc")
+_WITHIN_ONE_PROCESS = ("loopback",)
 
 
 def transport_names() -> tuple[str, ...]:
     """Return the names of all transports that this build has, in alphabetical order."""
     return tuple(sorted(module.name for module in pkgutil.iter_modules(transports.__path__)))
+
+
+def names_between_processes() -> tuple[str, ...]:
+    """Return the names of those that reach another process, in alphabetical order."""
+    return tuple(name for name in transport_names() if name not in _WITHIN_ONE_PROCESS)
+
+
+def check_between_processes(names: Sequence[str]) -> None:
+    """Check transports that somebody has named for workers that are processes.
+
+    Raises:
+        ConfigError: One does not exist, or reaches no other process.
+    """
+    for name in names:
+        if name in _WITHIN_ONE_PROCESS:
+            raise ConfigError(
+                "transfer.transports", f"{name} reaches no other process, as every worker is one"
+            )
+        _check_exists(name)
 
 
 def unavailable(name: str) -> str:
@@ -33,11 +54,12 @@ def unavailable(name: str) -> str:
 
 
 def chosen_transports(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the transports to use, best first: those named, or all in ``PREFERENCE`` that work here.
+    """Return what a worker's process uses, best first: those named, or all in ``PREFERENCE`` that work here.
 
     Raises:
-        ConfigError: One that was named does not exist or does not work here.
+        ConfigError: As ``check_between_processes``, or one that was named does not work here.
     """
+    check_between_processes(names)
     for name in names:
         reason = unavailable(name)
         if reason:
@@ -66,6 +88,10 @@ def load_transport(
 
 
 def _module(name: str) -> ModuleType:
+    _check_exists(name)
+    return import_module(f"{transports.__name__}.{name}")
+
+
+def _check_exists(name: str) -> None:
     if name not in transport_names():
         raise ConfigError("transfer.transports", f"{name} is none of {', '.join(transport_names())}")
-    return import_module(f"{transports.__name__}.{name}")

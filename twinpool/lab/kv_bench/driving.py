@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 from kv_transfer.ends import RankIdentity
+from kv_transfer.registry import names_between_processes
 from kv_transfer.shaper import LinkShape
 from twinpool.core.clock import SystemClock
 from twinpool.core.config import unbind
@@ -23,7 +24,7 @@ from twinpool.lab.kv_bench.samples import Row
 from twinpool.lab.kv_bench.sending import SendingWay, open_way
 from twinpool.lab.kv_bench.source import Source
 from twinpool.lab.kv_bench.talk import Talk
-from twinpool.lab.kv_bench.ways import measurable, missing_ways
+from twinpool.lab.kv_bench.ways import missing_ways
 
 _NUM_PINGS = 9
 
@@ -59,7 +60,7 @@ async def measure(
         worker_id=SENDER_ID, epoch=time.time_ns() // 1_000_000, secret=trust.secret, tls=trust.tls
     )
     rows = []
-    for name in wanted.transports or measurable():
+    for name in wanted.transports or names_between_processes():
         row = Row(transport=name, num_bytes=source.probe.wire_bytes, skipped=missing.get(name, ""))
         rows.append(row)
         if row.skipped:
