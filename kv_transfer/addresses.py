@@ -30,8 +30,6 @@ def where_to_listen(config: TransferConfig) -> tuple[str, str]:
     except ValueError as error:
         raise ConfigError("transfer.listen", str(error)) from None
     host = _unbracketed(config.advertise_host) or own_host
-    if ":" in host and not _is_ipv6(host):
-        raise ConfigError("transfer.advertise_host", f"{config.advertise_host} is not a host alone")
     if host in _WILDCARDS:
         raise ConfigError("transfer.advertise_host", f"needed, since no peer can connect to {listen}")
     return listen, host

@@ -44,12 +44,6 @@ def test_an_ipv6_address_without_brackets_is_not_guessed_at(listen: str) -> None
         where_to_listen(TransferConfig(listen=listen))
 
 
-@pytest.mark.parametrize("advertise_host", ["worker-3:7000", "10.0.0.2:7000", "[fd00::2]:7000"])
-def test_what_is_advertised_is_a_host_alone(advertise_host: str) -> None:
-    with pytest.raises(ConfigError, match=r"transfer\.advertise_host: .* is not a host alone"):
-        where_to_listen(TransferConfig(listen=":7000", advertise_host=advertise_host))
-
-
 @pytest.mark.parametrize("address", ["127.0.0.1:80", "[fd00::2]:65535", "worker-3:0"])
 def test_an_address_is_split_and_joined_again(address: str) -> None:
     assert joined(*split(address)) == address
