@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from twinpool.core.errors import TransferError
+
 _T = TypeVar("_T")
 
 
@@ -51,6 +53,9 @@ class CallThread:
             future, work = call
             try:
                 result, error = work(), None
+            except TransferError as raised:
+                # As new: the frames of its traceback would keep what the call worked with.
+                result, error = None, type(raised)(*raised.args)
             except BaseException as raised:  # noqa: BLE001 - handed to whoever asked for the call
                 result, error = None, raised
             with suppress(RuntimeError):  # the loop has ended; nobody waits any more

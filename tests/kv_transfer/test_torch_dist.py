@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -115,6 +116,30 @@ def test_a_frozen_peer_ends_its_own_transfers_and_nobody_else_waits(has_begun: b
         await prefill.close()
 
     asyncio.run(scenario())
+
+
+def test_a_frozen_peer_leaves_no_thread_and_no_file_behind() -> None:
+    async def scenario() -> None:
+        prefill = await start_prefill()
+        async with receiver_process(NAME, num_transfers=2) as frozen:
+            before = resources()
+            await send_all(prefill, frozen.tickets[0])
+            transfer = await prefill.sending.begin(frozen.tickets[1], timeout_s=PATIENCE_S)
+            transfer.written(0, 4, BLOCKS)
+            await eventually(lambda: sum(part.num_frames for part in prefill.sender._open) == 1)
+            frozen.stop()
+            write_all(transfer, frozen.tickets[1], BLOCKS)
+            with pytest.raises(TransferTimeout):
+                await transfer.wait()
+            await eventually(lambda: resources() <= before)
+        await prefill.close()
+
+    gc.collect()
+    gc.disable()  # what is left to the collector stays for minutes, and each pair is two threads
+    try:
+        asyncio.run(scenario())
+    finally:
+        gc.enable()
 
 
 def test_a_payload_is_not_read_any_more_once_a_transfer_to_a_frozen_peer_was_given_up() -> None:
