@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from twinpool.lab.kv_bench.report import describe_machine
+from twinpool.lab.machine import describe_machine
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 

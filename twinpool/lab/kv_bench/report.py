@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
-import os
-import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from twinpool.core.config import unbind
 from twinpool.lab.kv_bench.driving import Wanted
 from twinpool.lab.kv_bench.probe import Probe
 from twinpool.lab.kv_bench.samples import Row
+from twinpool.lab.machine import describe_machine
 
-_PACKAGES = ("twinpool", "torch", "grpcio", "numpy", "xxhash", "nixl")
 COLUMNS = (
     "transport",
     "GB/s",
@@ -86,34 +81,6 @@ def cells(row: Row) -> list[str]:
 def why_not(row: Row) -> str:
     """Say why a row has no numbers."""
     return f"failed: {row.failed}" if row.failed else f"skipped: {row.skipped}"
-
-
-def describe_machine() -> Mapping[str, Any]:
-    """Return what a reader needs to compare these numbers with others."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 2),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "versions": {name: version for name in _PACKAGES if (version := _version(name))},
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "?")
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _or_dash(value: float | None, form: str) -> str:

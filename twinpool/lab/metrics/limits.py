@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from twinpool.core.errors import ConfigError
@@ -11,18 +10,23 @@ from twinpool.lab.record import Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits that one request meets or not; both count, and each includes its value."""
+    """Limits that one request meets or not; both count, each includes its value, and None is no limit."""
 
-    ttft_s: float = math.inf
-    tpot_s: float = math.inf  # an answer of one token meets any
+    ttft_s: float | None = None
+    tpot_s: float | None = None  # an answer of one token meets any
 
     def __post_init__(self) -> None:
         for name in ("ttft_s", "tpot_s"):
-            if not getattr(self, name) > 0.0:
-                raise ConfigError(f"limits.{name}", f"{getattr(self, name)} is not above 0")
+            value = getattr(self, name)
+            if value is not None and not value > 0.0:
+                raise ConfigError(f"limits.{name}", f"{value} is not above 0")
 
     def are_met_by(self, record: Record) -> bool:
         """Say whether the request was answered, and within both limits."""
-        if record.error or record.ttft_s is None or record.ttft_s > self.ttft_s:
+        if record.error or record.ttft_s is None:
             return False
-        return record.tpot_s is None or record.tpot_s <= self.tpot_s
+        return _is_within(record.ttft_s, self.ttft_s) and _is_within(record.tpot_s, self.tpot_s)
+
+
+def _is_within(value: float | None, limit: float | None) -> bool:
+    return value is None or limit is None or value <= limit

@@ -125,8 +125,8 @@ class Summary:
             "input_tokens_per_s": self._rate(self.prompt_tokens),
             "output_tokens_per_s": self._rate(self.output_tokens),
             "goodput": {
-                "ttft_limit_s": _finite(self.limits.ttft_s),
-                "tpot_limit_s": _finite(self.limits.tpot_s),
+                "ttft_limit_s": self.limits.ttft_s,
+                "tpot_limit_s": self.limits.tpot_s,
                 "requests": self.num_good,
                 "share": self.goodput_share,
                 "per_s": self.goodput_rate,
@@ -149,7 +149,3 @@ class Summary:
 
     def _rate(self, amount: int) -> float | None:
         return amount / self.duration_s if self.duration_s > 0.0 else None
-
-
-def _finite(limit: float) -> float | None:
-    return None if math.isinf(limit) else limit

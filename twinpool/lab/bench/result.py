@@ -1,0 +1,85 @@
+"""What a run came to, whether it can be believed, and everything needed to repeat it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from twinpool.core.config import unbind
+from twinpool.lab.bench.config import BenchConfig
+from twinpool.lab.metrics.summary import Summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchResult:
+    """One run."""
+
+    config: BenchConfig
+    workload: Mapping[str, Any]  # every setting of it
+    digest: str  # of the requests that were sent: equal digests are equal requests at equal times
+    run_id: str
+    model: str
+    server_version: str  # as it says; empty: it does not
+    prompts_of: str  # what prompts are made of: tokens of the server or of a tokenizer, or words
+    machine: Mapping[str, Any]
+    num_sent: int
+    most_in_flight: int
+    last_due_s: float  # when the last request was due
+    cpu_s: float  # of this process, from the first request to the last answer
+    elapsed_s: float
+    is_interrupted: bool
+    first_problem: str  # the first error, with what the server said of it
+    summary: Summary
+
+    @property
+    def offered_per_s(self) -> float | None:
+        """The rate at which requests were due."""
+        return (self.num_sent - 1) / self.last_due_s if self.num_sent > 1 and self.last_due_s > 0.0 else None
+
+    @property
+    def cpu_share(self) -> float:
+        """Of one core, that this process took to send and to measure."""
+        return self.cpu_s / self.elapsed_s if self.elapsed_s > 0.0 else 0.0
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why this run is no measurement of its workload; empty: it is one."""
+        found = []
+        if self.is_interrupted:
+            found.append("it was interrupted")
+        if not self.summary.num_answered:
+            found.append("no request was answered")
+        late_s, limit_s = self.summary.late_s.percentile(99), self.config.late_limit_s
+        if late_s is not None and late_s > limit_s:
+            found.append(
+                f"one request in a hundred was sent {late_s:.3f} s late or later, above {limit_s:g} s"
+            )
+        return tuple(found)
+
+    @property
+    def is_valid(self) -> bool:
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything but the requests themselves."""
+        return {
+            "tool": "twinpool bench",
+            "run_id": self.run_id,
+            "valid": self.is_valid,
+            "problems": list(self.problems),
+            "first_error": self.first_problem,
+            "machine": dict(self.machine),
+            "server": {"url": self.config.url, "model": self.model, "version": self.server_version},
+            "config": unbind(self.config),
+            "workload": dict(self.workload) | {"digest": self.digest},
+            "client": {
+                "sent": self.num_sent,
+                "offered_per_s": self.offered_per_s,
+                "most_in_flight": self.most_in_flight,
+                "cpu_s": self.cpu_s,
+                "cpu_share": self.cpu_share,
+                "prompts_of": self.prompts_of,
+            },
+            "summary": self.summary.to_json(),
+        }
