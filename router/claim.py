@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from router.tenure import Tenure
 from router.workers import WorkerHandle
 from twinpool.core.ports import Role
 from twinpool.core.request import Request
@@ -41,9 +42,12 @@ class Claim:
         self.reserved_s = 0.0  # on the request's timeline
         self.asked: tuple[WorkerHandle, ...] = ()  # who is to blame if the current wait fails
         self.has_answered = False  # a token came: whatever ends the attempt now is a failure, no refusal
+        # As they were at the start: a worker may have another role before this attempt is over.
+        self._tenures = {handle: handle.tenure for handle in (prefill, decode) if handle is not None}
+        self._is_colocated = decode is not None and decode.info.role is Role.COLOCATED
         self._num_tokens = request.num_tokens + 1
         self._on_freed = on_freed
-        self._holding = [handle for handle in (prefill, decode) if handle is not None]
+        self._holding = list(self._tenures)
         for handle in self._holding:
             handle.take(num_tokens=self._num_tokens)
 
@@ -53,7 +57,11 @@ class Claim:
         if self.prefill is not None:
             return "disaggregated"
         assert self.decode is not None, "a claim without a worker"
-        return "colocated" if self.decode.info.role is Role.COLOCATED else "local"
+        return "colocated" if self._is_colocated else "local"
+
+    def under(self, handle: WorkerHandle) -> Tenure:
+        """Return what a wait on one of its workers is to watch."""
+        return self._tenures[handle]
 
     def end_prefill(self) -> None:
         """Give back the room on the prefill worker: the prompt is computed."""

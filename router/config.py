@@ -39,7 +39,8 @@ class RouterConfig:
     overtake_s: float = 5.0  # a request that waited longer is not overtaken by smaller ones
     release_timeout_s: float = 5.0  # after it, a ticket is left to its lease
     release_wait_s: float = 1.0  # longest time that the end of an answer waits for its release
-    audit_timeout_s: float = 2.0
+    audit_timeout_s: float = 2.0  # of an answer that a worker gives at once
+    role_settle_s: float = 10.0  # for a worker to be empty, once its requests went elsewhere
     heartbeat_s: float = 0.5  # how often a worker is asked to speak
     lost_after_s: float = 3.0  # silence after which a worker is frozen and its requests go elsewhere
     stalled_after_s: float = 5.0  # a worker with work and without a step for so long is not ready
@@ -53,6 +54,7 @@ class RouterConfig:
             "queue_timeout_s",
             "release_timeout_s",
             "audit_timeout_s",
+            "role_settle_s",
             "heartbeat_s",
             "stalled_after_s",
         ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from router.roles import RoleChange
 from twinpool.core.errors import InvalidRequest
 from twinpool.core.ports import Role
 
@@ -32,6 +33,10 @@ class Deployment(Protocol):
         """
         ...
 
+    async def assigned(self, change: RoleChange) -> None:
+        """Take note of a worker's new role: pools have other sizes now, and its next life has that role."""
+        ...
+
 
 class StartedElsewhere:
     """Workers that come and go by other hands.
@@ -51,3 +56,6 @@ class StartedElsewhere:
 
     async def replace(self, worker_id: str) -> None:
         raise InvalidRequest("worker", f"{worker_id} was started elsewhere and is replaced there")
+
+    async def assigned(self, change: RoleChange) -> None:
+        return  # whoever starts its next life says which role that has

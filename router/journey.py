@@ -6,9 +6,8 @@ import uuid
 from dataclasses import dataclass, replace
 
 from router.admission import Turn
-from router.guard import Deadline, Guard
+from router.guard import Deadline, Guard, Watched
 from router.tries import Tries
-from router.workers import WorkerHandle
 from twinpool.core.request import Request, TokenOutput
 from twinpool.core.timeline import RequestTimeline
 
@@ -27,8 +26,8 @@ class Journey:
         """Return ``request`` as a worker gets it now, with the time that is left."""
         return replace(request, timeout_s=self.deadline.left_s())
 
-    def guard(self, *workers: WorkerHandle) -> Guard:
-        return Guard(*workers, timeout_s=self.deadline.left_s())
+    def guard(self, *watched: Watched) -> Guard:
+        return Guard(*watched, timeout_s=self.deadline.left_s())
 
 
 def continue_after(request: Request, sent: list[TokenOutput], *, timeout_s: float) -> Request:

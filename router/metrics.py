@@ -59,6 +59,9 @@ class RouterMetrics:
             ["policy", "reason"],
             registry=own,
         )
+        self._role_changes = Counter(
+            "twinpool_role_changes", "Roles that workers were to get", ["role", "outcome"], registry=own
+        )
         self._kv_bytes = Counter("twinpool_kv_bytes", "KV payload moved between workers", registry=own)
         self._queue_s = Histogram(
             "twinpool_queue_seconds", "Wait for room, one attempt", buckets=LATENCY_S, registry=own
@@ -105,6 +108,9 @@ class RouterMetrics:
 
     def transfer_failed(self, policy: str, reason: str) -> None:
         self._transfer_failures.labels(policy, reason).inc()
+
+    def role_changed(self, role: str, outcome: str) -> None:
+        self._role_changes.labels(role, outcome).inc()
 
     def first_token(self, *, after_s: float, num_prompt_tokens: int) -> None:
         self._first_token_s.observe(after_s)

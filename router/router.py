@@ -12,6 +12,7 @@ from contextlib import aclosing, asynccontextmanager
 
 from router.admission import Admission
 from router.audit import audit_workers
+from router.caches import clear_caches
 from router.claim import Claim
 from router.config import RouterConfig
 from router.guard import Deadline, Guard, guarded_stream
@@ -20,6 +21,8 @@ from router.log import RequestLog
 from router.metrics import RouterMetrics
 from router.own_ticket import check_ticket
 from router.policy import RoutingPolicy, load_policy
+from router.roles import RoleChanger
+from router.tenure import Reassigned
 from router.tries import Tries, is_refusal
 from router.workers import WorkerHandle, WorkerPool, WorkerState
 from twinpool.core.clock import Clock
@@ -60,6 +63,7 @@ class Router:
         self.metrics = RouterMetrics(
             pool, num_queued=lambda: self.num_queued, num_in_flight=lambda: self.num_in_flight
         )
+        self.roles = RoleChanger(pool, config=config, clock=clock, metrics=self.metrics)
         self._policy: RoutingPolicy = load_policy(config.policy)
         self._admission: Admission[Claim] = Admission(
             max_queued=config.max_queued, overtake_s=config.overtake_s, clock=clock
@@ -142,6 +146,11 @@ class Router:
             "router": {"in_flight": self.num_in_flight, "queued": self.num_queued},
         }
 
+    async def clear_caches(self) -> dict[str, object]:
+        """Empty the prefix cache of every worker; return what came of it, as JSON values."""
+        is_ok, workers = await clear_caches(self.pool, timeout_s=self.config.audit_timeout_s)
+        return {"ok": is_ok, "workers": workers}
+
     async def drain(self, *, timeout_s: float) -> bool:
         """Take nothing new, wait for what is there; return whether all of it ended in time."""
         self._is_draining = True
@@ -156,6 +165,7 @@ class Router:
     async def close(self) -> None:
         """Drop what is still to be released; leases end it."""
         self._is_draining = True
+        await self.roles.close()
         await self._tasks.close()
 
     async def _answer(
@@ -191,6 +201,8 @@ class Router:
                             return
                     raise WorkerLost(claim.asked[0].worker_id, "its stream ended before the answer did")
             except ServingError as error:
+                if isinstance(error, Reassigned):
+                    error.tenure.num_moved += 1
                 if isinstance(error, TransferError):
                     self._note_failed_transfer(error, claim, timeline)
                 journey.tries.failed(error, claim)
@@ -228,7 +240,9 @@ class Router:
         assert decode is not None, "a claim without a worker"
         claim.asked = (decode,)
         answer = decode.ports.decode.generate(journey.hand_over(request))
-        async with aclosing(guarded_stream(answer, decode, deadline=journey.deadline)) as outputs:
+        async with aclosing(
+            guarded_stream(answer, claim.under(decode), deadline=journey.deadline)
+        ) as outputs:
             with journey.timeline.span("prefill"):
                 first = await anext(outputs, None)
             if first is None:
@@ -246,7 +260,7 @@ class Router:
         claim.asked = (decode,)
         assert claim.prefill is not None, "room is reserved for what another worker computes"
         sender_id = claim.prefill.worker_id
-        with journey.timeline.span("reserve") as span, journey.guard(decode):
+        with journey.timeline.span("reserve") as span, journey.guard(claim.under(decode)):
             reserving = decode.ports.decode.reserve(journey.hand_over(request), sender_id=sender_id)
             claim.reserving = asyncio.ensure_future(reserving)
             ticket = await asyncio.shield(claim.reserving)
@@ -264,7 +278,8 @@ class Router:
         prefill = claim.prefill
         assert prefill is not None, "no worker for the prompt"
         claim.asked = (prefill,)
-        watched = (prefill,) if claim.decode is None else (prefill, claim.decode)
+        workers = (prefill,) if claim.decode is None else (prefill, claim.decode)
+        watched = (claim.under(worker) for worker in workers)
         with journey.timeline.span("prefill"), journey.guard(*watched):
             first = await prefill.ports.prefill.prefill(journey.hand_over(request), ticket)
         claim.end_prefill()
@@ -278,8 +293,8 @@ class Router:
         claim.asked = (claim.decode,)
         return guarded_stream(
             claim.decode.ports.decode.resume(ticket, first),
-            claim.decode,
-            also_first=(claim.prefill,),
+            claim.under(claim.decode),
+            also_first=(claim.under(claim.prefill),),
             deadline=journey.deadline,
         )
 

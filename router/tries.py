@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from router.claim import Claim
 from router.config import OnTransferFailure
+from router.tenure import Reassigned
 from router.transfer_failure import STRATEGIES
 from router.workers import WorkerHandle, WorkerState
 from twinpool.core.errors import (
@@ -74,7 +75,9 @@ class Tries:
                 self._refusals[handle.worker_id] = _Mark(handle, handle.num_changes)
             return
         self._recomputation = None
-        if _gave_way(error, claim):  # once per life, and nobody's failure
+        if isinstance(error, Reassigned) or _gave_way(
+            error, claim
+        ):  # once per role or life, nobody's failure
             return
         self.num_failed += 1
         if self.num_failed >= self._max_attempts:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -20,6 +20,7 @@ from router.exchange import Exchange
 from router.fit import check_fit, check_ranks
 from router.guard import Guard
 from router.policy import Snapshot, WorkerView
+from router.tenure import Tenure
 from twinpool.core.clock import Clock
 from twinpool.core.errors import ConfigError, WorkerLost
 from twinpool.core.ports import DecodePort, PrefillPort, Role, WorkerInfo, WorkerLoad, WorkerPort
@@ -35,6 +36,7 @@ class WorkerState(StrEnum):
     READY = "ready"
     STALLED = "stalled"  # speaks, but its engine has work and takes no step
     DRAINING = "draining"  # finishes what it has
+    CHANGING = "changing"  # finishes what it has; then it has another role
     FROZEN = "frozen"  # silent; ready again when it speaks
     LOST = "lost"  # gone for good; a successor has a larger generation
 
@@ -88,6 +90,8 @@ class WorkerHandle:
         self._failure: WorkerLost | None = None
         self._is_gone = False
         self.has_successor = False  # it gave way to a later life of the same worker
+        self.tenure = Tenure(info.worker_id, self)  # what requests here wait on
+        self.becomes: Role | None = None  # its next role, while it empties for it
 
     @property
     def worker_id(self) -> str:
@@ -108,6 +112,8 @@ class WorkerHandle:
             return WorkerState.JOINING
         if self.load.draining:
             return WorkerState.DRAINING
+        if self.becomes is not None:
+            return WorkerState.CHANGING
         if self.load.stalled_s > self._stalled_after_s:
             return WorkerState.STALLED
         return WorkerState.READY
@@ -137,6 +143,12 @@ class WorkerHandle:
         """As ``lose``, to a later life of the same worker; nobody failed."""
         self.has_successor = True
         self.lose("a later life of it joined")
+
+    def end_tenure(self) -> Tenure:
+        """Let every request that runs here go on elsewhere; return what they were under."""
+        ended, self.tenure = self.tenure, Tenure(self.worker_id, self)
+        ended.end()
+        return ended
 
     def take(self, *, num_tokens: int) -> None:
         """Write down that a request of ``num_tokens`` is about to take room here."""
@@ -199,7 +211,8 @@ class WorkerPool:
         config: Limits.
         clock: Judges silence.
         connect: Makes the ports of a worker; does not wait.
-        needs_prefill: Whether the deployment is to have prefill workers; a colocated one is not.
+        needs_prefill: Whether the deployment is to have prefill workers; a colocated one is not.  Follows the
+            roles that workers get later.
     """
 
     def __init__(
@@ -274,6 +287,30 @@ class WorkerPool:
             handle.lose(reason)
             self._let_go(handle, what)
 
+    # Told by who changes roles.
+
+    def begin_change(self, handle: WorkerHandle, role: Role) -> None:
+        """Give a worker nothing new: it is to have ``role`` once it is empty."""
+        handle.becomes = role
+        self._note(handle.info, f"is to become {role}")
+
+    def assign(self, handle: WorkerHandle, role: Role) -> None:
+        """Use an empty worker for something else from now on."""
+        assert handle.in_flight == 0, "requests of its old role run there"
+        self._note(handle.info, f"becomes {role}")
+        handle.info = replace(handle.info, role=role)
+        handle.limit = self._limit(role)
+        roles = {each.info.role for each in self._handles.values()}
+        if Role.PREFILL in roles:
+            self.needs_prefill = True
+        elif roles == {Role.COLOCATED}:
+            self.needs_prefill = False
+
+    def end_change(self, handle: WorkerHandle) -> None:
+        """Give a worker requests again, in whatever role it has."""
+        handle.becomes = None
+        self._tell()
+
     # Asked by the router.
 
     @property
@@ -284,16 +321,17 @@ class WorkerPool:
     @property
     def is_ready(self) -> bool:
         """Whether a request can be answered the way the deployment was configured."""
-        roles = self._ready_roles()
-        if Role.COLOCATED in roles:
-            return True
-        return Role.DECODE in roles and (Role.PREFILL in roles or not self.needs_prefill)
+        return self._is_ready_with(self._ready_roles())
 
     @property
     def can_answer(self) -> bool:
         """Whether a request can be answered at all, a fallback included."""
-        is_local_enough = self._config.fallback is Fallback.LOCAL and Role.DECODE in self._ready_roles()
-        return self.is_ready or is_local_enough
+        return self.can_answer_with(self._ready_roles())
+
+    def can_answer_with(self, roles: Collection[Role]) -> bool:
+        """Return whether workers of these roles could answer a request, a fallback included."""
+        is_local_enough = self._config.fallback is Fallback.LOCAL and Role.DECODE in roles
+        return self._is_ready_with(roles) or is_local_enough
 
     @property
     def max_request_tokens(self) -> int | None:
@@ -389,6 +427,11 @@ class WorkerPool:
 
     def _limit(self, role: Role) -> int:
         return self._config.prefill_depth if role is Role.PREFILL else self._config.max_running_per_worker
+
+    def _is_ready_with(self, roles: Collection[Role]) -> bool:
+        if Role.COLOCATED in roles:
+            return True
+        return Role.DECODE in roles and (Role.PREFILL in roles or not self.needs_prefill)
 
     def _ready_roles(self) -> set[Role]:
         return {handle.info.role for handle in self._handles.values() if handle.state is WorkerState.READY}

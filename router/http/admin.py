@@ -12,7 +12,7 @@ from router.deployment import Deployment
 from router.http.body import read_object
 from router.http.config import HTTPConfig
 from router.http.errors import NotFound
-from router.http.schema import ReplaceBody, ScaleBody, validate
+from router.http.schema import ReplaceBody, RoleBody, ScaleBody, validate
 from router.metrics import CONTENT_TYPE
 from router.router import Router
 from router.workers import WorkerHandle
@@ -20,7 +20,7 @@ from twinpool.core.ports import Role
 
 
 class AdminRoutes:
-    """Endpoints that look at a router and its deployment, and two that change which workers are wanted.
+    """Endpoints that look at a router and its deployment, and some that change its workers.
 
     Args:
         router: What is looked at.
@@ -73,6 +73,26 @@ class AdminRoutes:
         await self._deployment.replace(body.worker)
         return JSONResponse(self._deployment.describe(), status_code=202)
 
+    async def role(self, request: HTTPRequest) -> Response:
+        """Give one worker another role; answers when it has it, or why it has not."""
+        body = validate(RoleBody, await read_object(request.scope, request.receive, self._config))
+        order = body.order(request.path_params["id"])
+        change = await self._router.roles.change(order, on_changed=self._deployment.assigned)
+        return JSONResponse(
+            {
+                "worker": change.worker_id,
+                "was": change.was.value,
+                "role": change.role.value,
+                "moved": change.num_moved,
+                "freed_blocks": change.freed_blocks,
+                "took_s": round(change.took_s, 3),
+            }
+        )
+
+    async def clear_cache(self, _: HTTPRequest) -> Response:
+        """Empty the prefix cache of every worker."""
+        return JSONResponse(await self._router.clear_caches())
+
     async def audit(self, _: HTTPRequest) -> Response:
         """Ask every worker for its books."""
         return JSONResponse(await self._router.audit())
@@ -105,6 +125,7 @@ def _describe(handle: WorkerHandle) -> dict[str, object]:
         "id": info.worker_id,
         "role": info.role.value,
         "state": handle.state.value,
+        "becomes": None if handle.becomes is None else handle.becomes.value,
         "pid": info.pid,
         "host": info.host,
         "address": info.address,

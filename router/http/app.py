@@ -65,6 +65,8 @@ def create_app(
         Route("/admin/deployment", admin.deployment, methods=["GET"]),
         Route("/admin/scale", admin.scale, methods=["POST"]),
         Route("/admin/replace", admin.replace, methods=["POST"]),
+        Route("/admin/workers/{id:path}/role", admin.role, methods=["POST"]),
+        Route("/admin/cache/clear", admin.clear_cache, methods=["POST"]),
         Route("/admin/audit", admin.audit, methods=["GET"]),
         Route("/admin/requests/{id:path}", admin.request, methods=["GET"]),
     ]

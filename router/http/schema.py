@@ -25,6 +25,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from router.roles import RoleOrder
 from twinpool.core.errors import InvalidRequest
 from twinpool.core.ports import Role
 
@@ -40,6 +41,7 @@ MAX_TOOLS = 128
 MAX_NAME_CHARS = 256
 MAX_SALT_CHARS = 256
 MAX_WORKERS = 1024
+MAX_ROLE_TIMEOUT_S = 3600.0
 
 TEMPLATE_OWN = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
@@ -419,6 +421,25 @@ class ReplaceBody(_AdminBody):
     """POST /admin/replace."""
 
     worker: Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+
+
+class RoleBody(_AdminBody):
+    """POST /admin/workers/{id}/role."""
+
+    role: Annotated[Role, Field(strict=False)]
+    timeout_s: Annotated[float, Field(gt=0.0, le=MAX_ROLE_TIMEOUT_S)] = 30.0
+    clear_cache: bool = False
+    force: bool = False
+
+    def order(self, worker_id: str) -> RoleOrder:
+        """Return what is wanted of a worker."""
+        return RoleOrder(
+            worker_id=worker_id,
+            role=self.role,
+            timeout_s=self.timeout_s,
+            clear_cache=self.clear_cache,
+            is_forced=self.force,
+        )
 
 
 BodyT = TypeVar("BodyT", bound=_Body)

@@ -41,19 +41,30 @@ class ByHand:
     Args:
         caller: Of its router.
         start: Starts a worker by its id.
+        restart_router: Kills the router and starts it anew, at the same addresses.
         workers: Those that were started, by id.
     """
 
     def __init__(
-        self, caller: Caller, start: Callable[[str], HandWorker], workers: dict[str, HandWorker]
+        self,
+        caller: Caller,
+        start: Callable[[str], HandWorker],
+        restart_router: Callable[[], None],
+        workers: dict[str, HandWorker],
     ) -> None:
         self.caller = caller
         self.workers = workers
         self._start = start
+        self._restart_router = restart_router
 
     def start_again(self, worker_id: str) -> None:
         """Start a worker that has ended, and wait until it is there."""
         self.workers[worker_id] = self._start(worker_id)
+        self.wait_for_all()
+
+    def restart_router(self) -> None:
+        """Kill the router, start it again, and wait until every worker has joined it."""
+        self._restart_router()
         self.wait_for_all()
 
     def wait_for_all(self) -> None:
@@ -102,12 +113,25 @@ def by_hand(
             where = ("--join", f"127.0.0.1:{join}", "--threads", "1")
             return HandWorker(run(worker_id, "worker", *who, *where, *workers[worker_id]), folder / worker_id)
 
-        ports = ("--join-port", str(join), "--port", str(http))
-        router = run("router", "serve", "--without-ray", *ports, *server_options)
+        def start_router() -> subprocess.Popen[str]:
+            ports = ("--join-port", str(join), "--port", str(http))
+            return run("router", "serve", "--without-ray", *ports, *server_options)
+
+        def wait_for_router() -> None:
+            assert routers[-1].stdout is not None
+            line = routers[-1].stdout.readline()
+            assert line == f"ready http://127.0.0.1:{http}\n", (folder / "router").read_text()
+
+        def restart_router() -> None:
+            _kill(routers[-1])
+            routers.append(start_router())
+            wait_for_router()
+
+        routers = [start_router()]
         started = {worker_id: start(worker_id) for worker_id in workers}
-        assert router.stdout is not None
-        assert router.stdout.readline() == f"ready http://127.0.0.1:{http}\n", (folder / "router").read_text()
-        deployment = ByHand(Caller(ApiClient(f"http://127.0.0.1:{http}")), start, started)
+        wait_for_router()
+        caller = Caller(ApiClient(f"http://127.0.0.1:{http}"))
+        deployment = ByHand(caller, start, restart_router, started)
         deployment.wait_for_all()
         yield deployment
 
@@ -115,6 +139,8 @@ def by_hand(
 def _kill(process: subprocess.Popen[str]) -> None:
     """End a process that still runs, and its children; one of them may be frozen."""
     children: list[psutil.Process] = []
+    if process.stdout is not None and process.stdout.closed:  # it was killed before
+        return
     if process.poll() is None:
         children = psutil.Process(process.pid).children()
     process.kill()

@@ -26,7 +26,7 @@ agent.main()
 """
 
 
-@pytest.mark.parametrize("order", ['{"op": "scale", "role": "decode", "workers": 2}\n{"op": "stop"}\n', ""])
+@pytest.mark.parametrize("order", ['{"op": "want", "workers": []}\n{"op": "stop"}\n', ""])
 def test_an_order_to_stop_does_not_wait_for_the_next_start_of_ray(order: str, tmp_path: Path) -> None:
     spec = deployment_spec(DeploymentConfig(), folder=tmp_path, name="toy", join="127.0.0.1:1")
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinpool.cluster.pools import Backoff, Life, LifeState, Phase, Pools, WorkerReport
+from twinpool.cluster.roster import Member, Roster
 from twinpool.core.clock import ManualClock
 from twinpool.core.ports import Role
 
@@ -68,12 +69,16 @@ class FakeMachines:
         return life
 
 
+def workers(prefill: int, decode: int) -> tuple[Member, ...]:
+    return Roster({Role.PREFILL: prefill, Role.DECODE: decode}).members
+
+
 def started(
     prefill: int = 1, decode: int = 1, *, room: int = 100, start_timeout_s: float = 600.0
 ) -> tuple[Pools, FakeMachines, ManualClock]:
     machines, clock = FakeMachines(room), ManualClock()
     pools = Pools(
-        {Role.PREFILL: prefill, Role.DECODE: decode},
+        workers(prefill, decode),
         machines,
         clock,
         first_generation=7,
@@ -180,12 +185,12 @@ def test_scaling_down_drains_the_highest_number_and_scaling_up_fills_it_again() 
     pools, machines, _ = started(3, 0)
     machines.all_join()
 
-    pools.scale(Role.PREFILL, 1)
+    pools.want(workers(1, 0))
     pools.tick()
     assert {life.worker_id for life in machines.stopping} == {"prefill-1", "prefill-2"}
     assert report_of(pools, "prefill-2").state == "stopping"
 
-    pools.scale(Role.PREFILL, 2)
+    pools.want(workers(2, 0))
     pools.tick()
     machines.finish_draining()
     pools.tick()
@@ -241,8 +246,7 @@ def test_one_that_never_reaches_the_router_is_stopped_and_counts_as_failed() -> 
 
 def test_nothing_wanted_and_nothing_running_is_empty() -> None:
     pools, machines, _ = started(1, 1)
-    for role in (Role.PREFILL, Role.DECODE):
-        pools.scale(role, 0)
+    pools.want(())
     pools.tick()
     assert not pools.is_empty
 
@@ -258,6 +262,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("scale prefill"), st.integers(0, 4)),
     st.tuples(st.just("scale decode"), st.integers(0, 4)),
     st.tuples(st.just("replace"), st.integers(0, 9)),
+    st.tuples(st.just("change"), st.integers(0, 9)),
     st.tuples(st.just("room"), st.integers(0, 8)),
     st.tuples(st.sampled_from(["join", "drain", "tick", "wait"]), st.just(0)),
 )
@@ -267,17 +272,22 @@ EVENTS = st.one_of(
 @given(st.lists(EVENTS, max_size=60))
 def test_whatever_happens_the_pools_come_to_rest_as_wanted(events: list[tuple[str, int]]) -> None:
     pools, machines, clock = started(2, 2)
-    wanted = {"prefill": 2, "decode": 2}
+    roster = Roster({Role.PREFILL: 2, Role.DECODE: 2})
+    actual: dict[Life, Role] = {}  # roles that lives took while they ran
     for name, number in events:
         live = machines.live()
         if name == "die" and live:
             machines.end(live[number % len(live)])
         elif name == "replace" and live:
             pools.replace(live[number % len(live)].worker_id)
+        elif name == "change" and live:
+            life = live[number % len(live)]
+            role = Role.DECODE if actual.get(life, life.role) is Role.PREFILL else Role.PREFILL
+            if life not in machines.stopping and any(m.worker_id == life.worker_id for m in roster.members):
+                actual[life] = role
+                roster.assign(life.worker_id, role, generation=life.generation)
         elif name.startswith("scale"):
-            role = name.split()[1]
-            wanted[role] = number
-            pools.scale(Role(role), number)
+            roster.scale(Role(name.split()[1]), number)
         elif name == "room":
             machines.room = number
         elif name == "join":
@@ -286,18 +296,67 @@ def test_whatever_happens_the_pools_come_to_rest_as_wanted(events: list[tuple[st
             machines.finish_draining()
         elif name == "wait":
             clock.advance(3.0)
-        pools.tick()
+        if name == "tick" or number % 3:  # the controller hears of several orders at once
+            pools.want(roster.members)
+            pools.tick()
 
     machines.room = 100
-    for _ in range(4):
+    for _ in range(5):
+        pools.want(roster.members)
         machines.all_join()
         machines.finish_draining()
         clock.advance(10.0)
         pools.tick()
 
-    expected = {f"{role}-{i}" for role, count in wanted.items() for i in range(count)}
-    assert {life.worker_id for life in machines.live()} == expected
-    assert {report.worker_id for report in pools.report()} == expected
+    expected = {member.worker_id: (member.pool, member.role) for member in roster.members}
+    assert {life.worker_id: (life.pool, actual.get(life, life.role)) for life in machines.live()} == expected
+    assert {report.worker_id: report.role for report in pools.report()} == {
+        worker_id: role for worker_id, (_, role) in expected.items()
+    }
+
+
+def changed(worker_id: str, role: Role, *, generation: int) -> tuple[Member, ...]:
+    """One prefill and two decode workers, of which one took another role."""
+    roster = Roster({Role.PREFILL: 1, Role.DECODE: 2})
+    roster.assign(worker_id, role, generation=generation)
+    return roster.members
+
+
+def test_a_worker_that_took_another_role_goes_on_and_its_next_life_has_it_too() -> None:
+    pools, machines, _ = started(1, 2)
+    machines.all_join()
+    life = machines.by_id("decode-1")
+
+    pools.want(changed("decode-1", Role.PREFILL, generation=life.generation))
+    pools.tick()
+
+    assert (machines.by_id("decode-1"), machines.stopping) == (life, set())
+    assert report_of(pools, "decode-1").role is Role.PREFILL
+
+    machines.end(life)
+    pools.tick()
+
+    assert machines.by_id("decode-1") == Life(
+        worker_id="decode-1", pool=Role.DECODE, role=Role.PREFILL, generation=10
+    )
+
+
+def test_a_life_that_began_before_its_role_was_known_is_replaced() -> None:
+    pools, machines, _ = started(1, 2)
+    machines.all_join()
+    first = machines.by_id("decode-1")
+    machines.end(first)  # just after it took its new role
+    pools.tick()
+    machines.all_join()
+
+    pools.want(changed("decode-1", Role.PREFILL, generation=first.generation))
+    pools.tick()
+    assert {life.generation for life in machines.stopping} == {10}
+    machines.finish_draining()
+    pools.tick()
+
+    assert (machines.by_id("decode-1").role, machines.by_id("decode-1").generation) == (Role.PREFILL, 11)
+    assert report_of(pools, "decode-1").num_failures == 1
 
 
 @pytest.mark.parametrize(

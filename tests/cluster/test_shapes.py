@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kv_transfer.config import TransferConfig
 from twinpool.cluster.config import DeploymentConfig, PoolConfig, PoolsConfig, WorkerConfig
+from twinpool.cluster.pools import Life
 from twinpool.cluster.serve import check_ranks, deployment_spec
 from twinpool.cluster.share import device_of
 from twinpool.core.config import bind
@@ -28,7 +30,7 @@ def worker_of(role: Role) -> WorkerConfig:
     spec = deployment_spec(
         bind(DeploymentConfig, DEPLOYMENT), folder=Path("/m"), name="toy", join="127.0.0.1:1"
     )
-    return spec.worker_of(role, worker_id=f"{role}-0", generation=9)
+    return spec.worker_of(Life(worker_id=f"{role}-0", pool=role, role=role, generation=9))
 
 
 def test_a_worker_is_told_what_its_pool_says_and_what_all_share() -> None:
@@ -39,6 +41,15 @@ def test_a_worker_is_told_what_its_pool_says_and_what_all_share() -> None:
     assert (decode.tensor_parallel, decode.dtype, decode.engine.block_tokens) == (4, "float32", 32)
     assert (prefill.num_neighbours, decode.num_neighbours) == (2 * 2 + 3 * 4 - 2, 2 * 2 + 3 * 4 - 4)
     assert not prefill.starts_ranks and not decode.starts_ranks
+
+
+def test_a_worker_keeps_the_shape_of_its_pool_in_another_role() -> None:
+    spec = deployment_spec(
+        bind(DeploymentConfig, DEPLOYMENT), folder=Path("/m"), name="toy", join="127.0.0.1:1"
+    )
+    life = Life(worker_id="prefill-0", pool=Role.PREFILL, role=Role.DECODE, generation=10)
+
+    assert spec.worker_of(life) == replace(worker_of(Role.PREFILL), role=Role.DECODE, generation=10)
 
 
 def test_ranks_listen_on_loopback_unless_they_are_on_several_machines() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 
 from router.http.config import HTTPConfig
-from tests.router_http.toys import MODEL, Site
+from tests.router_http.toys import DISAGGREGATED, MODEL, Site, worker_info
 from twinpool.core.errors import ConfigError
+from twinpool.core.ports import Role
 
 
 def test_workers_are_listed(site: Site) -> None:
@@ -18,6 +20,7 @@ def test_workers_are_listed(site: Site) -> None:
         "id": "c0",
         "role": "colocated",
         "state": "ready",
+        "becomes": None,
         "pid": 1234,
         "host": "toy-host",
         "address": "127.0.0.1:1",
@@ -148,3 +151,79 @@ def test_an_order_with_a_slip_is_refused(site: Site, path: str, body: dict[str, 
 
     assert refusal.status == 400
     assert refusal.json["error"]["param"] == param
+
+
+@pytest.fixture
+def split_site() -> Iterator[Site]:
+    workers = (*DISAGGREGATED, worker_info("d1", Role.DECODE))
+    site = Site(HTTPConfig(port=0, api_key="sesame"), workers=workers)
+    yield site
+    site.close()
+
+
+KEY = {"authorization": "Bearer sesame"}
+
+
+def test_a_worker_gets_another_role_and_its_cache_is_cleared(split_site: Site) -> None:
+    reply = split_site.post(
+        "/admin/workers/d1/role", {"role": "prefill", "timeout_s": 5, "clear_cache": True}, KEY
+    )
+
+    assert reply.status == 200
+    assert reply.json.pop("took_s") < 5.0
+    assert {name: value for name, value in reply.json.items() if name != "took_s"} == {
+        "worker": "d1",
+        "was": "decode",
+        "role": "prefill",
+        "moved": 0,
+        "freed_blocks": 7,
+    }
+    assert split_site.worker.roles == [Role.PREFILL]
+    found = split_site.request("GET", "/admin/workers", headers=KEY).json
+    assert [(worker["id"], worker["role"], worker["becomes"]) for worker in found] == [
+        ("p0", "prefill", None),
+        ("d0", "decode", None),
+        ("d1", "prefill", None),
+    ]
+
+
+def test_every_cache_is_cleared(split_site: Site) -> None:
+    reply = split_site.request("POST", "/admin/cache/clear", headers=KEY)
+
+    workers = [{"id": worker_id, "freed_blocks": 7} for worker_id in ("p0", "d0", "d1")]
+    assert (reply.status, reply.json) == (200, {"ok": True, "workers": workers})
+
+
+@pytest.mark.parametrize("path", ["/admin/workers/d1/role", "/admin/cache/clear"])
+def test_no_worker_is_changed_without_the_key(split_site: Site, path: str) -> None:
+    assert split_site.post(path, {"role": "prefill"}).status == 401
+    assert split_site.worker.roles == []
+
+
+@pytest.mark.parametrize(
+    ("worker", "body", "param", "message"),
+    [
+        ("d7", {"role": "decode"}, "worker", "worker: d7 is not here; the workers are p0, d0, d1"),
+        ("d0/x", {"role": "decode"}, "worker", "worker: d0/x is not here; the workers are p0, d0, d1"),
+        ("d0", {}, "role", "role: is missing"),
+        ("d0", {"role": "boss"}, "role", "role: input should be 'prefill', 'decode' or 'colocated'"),
+        ("d0", {"role": "prefill", "timeout_s": 0}, "timeout_s", "timeout_s: input should be greater than 0"),
+        ("d0", {"role": "prefill", "timeout": 1}, "timeout", "timeout: extra inputs are not permitted"),
+        ("d0", {"role": "prefill", "force": "yes"}, "force", "force: input should be a valid boolean"),
+    ],
+)
+def test_a_change_of_role_with_a_slip_is_refused(
+    split_site: Site, worker: str, body: dict[str, object], param: str, message: str
+) -> None:
+    refusal = split_site.post(f"/admin/workers/{worker}/role", body, KEY)
+
+    assert (refusal.status, refusal.json["error"]["param"]) == (400, param)
+    assert refusal.json["error"]["message"] == message
+    assert split_site.worker.roles == []
+
+
+def test_a_page_of_another_site_changes_no_role(site: Site) -> None:
+    reply = site.post("/admin/workers/c0/role", {"role": "decode"}, {"origin": "https://evil.example"})
+
+    assert reply.status == 403
+    assert site.worker.roles == []

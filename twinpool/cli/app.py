@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_status(commands)
     _add_scale(commands)
     _add_replace(commands)
+    _add_role(commands)
     _add_models(commands)
     _add_certs(commands)
     _add_doctor(commands)
@@ -133,6 +134,27 @@ def _add_replace(commands: Commands) -> None:
     command.add_argument("worker", help="its id, as `twinpool status` shows it")
     options.add_client(command)
     command.set_defaults(run=_replace)
+
+
+def _add_role(commands: Commands) -> None:
+    command = commands.add_parser(
+        "role", help="give a worker another role without a restart", allow_abbrev=False
+    )
+    command.add_argument("worker", help="its id, as `twinpool status` shows it")
+    command.add_argument("role", choices=[role.value for role in Role], help="what it is to be")
+    command.add_argument(
+        "--timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="for what it runs to end; then that goes on elsewhere (default: 30)",
+    )
+    command.add_argument("--clear-cache", action="store_true", help="it forgets the KV of earlier requests")
+    command.add_argument(
+        "--force", action="store_true", help="also if nobody could answer meanwhile or afterwards"
+    )
+    options.add_client(command)
+    command.set_defaults(run=_role)
 
 
 def _add_models(commands: Commands) -> None:
@@ -227,6 +249,12 @@ def _replace(args: argparse.Namespace) -> int:
     from twinpool.cli import scale
 
     return scale.replace(args)
+
+
+def _role(args: argparse.Namespace) -> int:
+    from twinpool.cli import role
+
+    return role.role(args)
 
 
 def _pull(args: argparse.Namespace) -> int:

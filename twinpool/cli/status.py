@@ -37,6 +37,9 @@ def _show(console: Console, url: str, found: Mapping[str, Any]) -> None:
         if worker["worker_id"] not in joined:
             why = worker["detail"] or worker["last_failure"] or "no news"
             console.print(f"{worker['worker_id']} is {worker['state']}: {why}", soft_wrap=True)
+    for worker in found["workers"]:
+        if worker["becomes"]:
+            console.print(f"{worker['id']} becomes {worker['becomes']} once it is empty", soft_wrap=True)
     ray = found["deployment"].get("ray", "ok")
     if ray not in ("ok", "not used"):
         console.print(f"Ray: {ray}", soft_wrap=True)

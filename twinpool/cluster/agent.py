@@ -62,7 +62,9 @@ class _Agent:
     def __init__(self, spec: DeploymentSpec) -> None:
         self._spec = spec
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # from the server; None: it is gone
-        self._scaled: list[str] = []  # ops that a restarted driver must hear again
+        self._wanted: str | None = (
+            None  # the latest order of that kind; a restarted driver must hear it again
+        )
         self._has_workers = False  # a driver has told of workers, ever
         self._is_up = False  # the present driver has
         self._is_ending = False
@@ -108,14 +110,14 @@ class _Agent:
         relay = threading.Thread(target=self._relay, args=(driver.stdout,), daemon=True, name="events")
         relay.start()
         _write(driver.stdin, json.dumps(unbind(spec)) + "\n")
-        for line in self._scaled:
-            _write(driver.stdin, line)
+        if self._wanted is not None:
+            _write(driver.stdin, self._wanted)
         self._serve(driver, driver.stdin)
         relay.join(timeout=1.0)
         return driver.returncode
 
     def _pause(self, pause_s: float) -> None:
-        """Wait, unless the server wants the end; numbers of workers that it names are for the next driver."""
+        """Wait, unless the server wants the end; the workers that it names are for the next driver."""
         end_s = time.monotonic() + pause_s
         while not self._is_ending and (left_s := end_s - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
@@ -124,8 +126,8 @@ class _Agent:
     def _note(self, line: str | None) -> None:
         op = "stop" if line is None else json.loads(line)["op"]
         self._is_ending = self._is_ending or op == "stop"
-        if line is not None and op == "scale":
-            self._scaled.append(line)
+        if line is not None and op == "want":
+            self._wanted = line
 
     def _serve(self, driver: subprocess.Popen[str], stdin: IO[str]) -> None:
         """Pass ops on until the driver has ended; one that outlives the server or Ray for long is killed."""

@@ -7,13 +7,13 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from twinpool.cluster.config import DeploymentSpec
 from twinpool.cluster.pools import WorkerReport
+from twinpool.cluster.roster import Member, Wanted
 from twinpool.core.config import bind, unbind
 from twinpool.core.errors import Unavailable
-from twinpool.core.ports import Role
 
 _LINE_BYTES = 2**22
 _END_MARGIN_S = 30.0  # beyond the time to drain, for the ends of Ray and of every process
@@ -61,9 +61,9 @@ class AgentProcess:
         await asyncio.shield(self._following)
         raise Unavailable(self.failure or "the agent ended")
 
-    async def scale(self, role: Role, workers: int) -> None:
-        """Want so many workers of ``role`` from now on."""
-        await self._send({"op": "scale", "role": role.value, "workers": workers})
+    async def want(self, members: Sequence[Member]) -> None:
+        """Want these workers from now on."""
+        await self._send({"op": "want", **unbind(Wanted(workers=tuple(members)))})
 
     async def replace(self, worker_id: str) -> None:
         """Drain a worker and start its next life."""

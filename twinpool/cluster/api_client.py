@@ -59,12 +59,12 @@ class ApiClient:
         Raises:
             ServingError: The server does not answer, or answers with an error.
         """
-        with self._call("GET", path, None) as reply:
+        with self._call("GET", path, None, timeout_s=_LOOK_TIMEOUT_S) as reply:
             return json.loads(reply.read())
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+    def post(self, path: str, body: Mapping[str, Any], *, timeout_s: float = _TIMEOUT_S) -> Any:
         """Return the JSON that answers ``body``; raises as ``get``."""
-        with self._call("POST", path, body) as reply:
+        with self._call("POST", path, body, timeout_s=timeout_s) as reply:
             return json.loads(reply.read())
 
     @contextmanager
@@ -73,15 +73,15 @@ class ApiClient:
 
         A stream that ends without ``[DONE]`` raises too: it was cut.
         """
-        with self._call("POST", path, {**body, "stream": True}) as reply:
+        with self._call("POST", path, {**body, "stream": True}, timeout_s=_TIMEOUT_S) as reply:
             yield Stream({name.lower(): value for name, value in reply.getheaders()}, _chunks(reply))
 
     @contextmanager
     def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None
+        self, method: str, path: str, body: Mapping[str, Any] | None, *, timeout_s: float
     ) -> Iterator[http.client.HTTPResponse]:
         kind = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=_TIMEOUT_S if method == "POST" else _LOOK_TIMEOUT_S)
+        connection = kind(self._host, self._port, timeout=timeout_s)
         try:
             data = None if body is None else json.dumps(body).encode()
             connection.request(method, path, data, self._headers)

@@ -14,6 +14,7 @@ from typing import Literal
 from kv_transfer.config import TransferConfig
 from router.config import RouterConfig
 from router.http.config import HTTPConfig
+from twinpool.cluster.pools import Life
 from twinpool.core.doors import is_loopback
 from twinpool.core.errors import ConfigError
 from twinpool.core.ports import Role
@@ -77,6 +78,10 @@ class PoolsConfig:
     def by_role(self) -> dict[Role, PoolConfig]:
         """Return the pools by role."""
         return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.COLOCATED: self.colocated}
+
+    def workers(self) -> dict[Role, int]:
+        """Return how many workers of each role there are at first."""
+        return {role: pool.workers for role, pool in self.by_role().items()}
 
     @property
     def num_ranks(self) -> int:
@@ -229,15 +234,15 @@ class DeploymentSpec:
     config: DeploymentConfig
     worker: WorkerConfig  # of every worker, but for what ``worker_of`` sets
 
-    def worker_of(self, role: Role, *, worker_id: str, generation: int) -> WorkerConfig:
+    def worker_of(self, life: Life) -> WorkerConfig:
         """Return what one life of one worker is told."""
-        pool, common = self.config.pools.by_role()[role], self.worker
+        pool, common = self.config.pools.by_role()[life.pool], self.worker
         block_tokens = pool.block_tokens or common.engine.block_tokens
         return replace(
             common,
-            worker_id=worker_id,
-            role=role,
-            generation=generation,
+            worker_id=life.worker_id,
+            role=life.role,
+            generation=life.generation,
             tensor_parallel=pool.tensor_parallel,
             ranks_on=pool.ranks_on,
             dtype=pool.dtype or common.dtype,

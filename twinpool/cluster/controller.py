@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import ray
 
 from twinpool.cluster.config import DeploymentSpec
 from twinpool.cluster.pools import Pools, WorkerReport
 from twinpool.cluster.ray_machines import RayMachines
+from twinpool.cluster.roster import Member
 from twinpool.core.clock import SystemClock
-from twinpool.core.ports import Role
 
 NAMESPACE = "twinpool"
 _TICK_S = 0.25
@@ -34,16 +34,16 @@ class Controller:
         self._spec = spec
         self._clock = SystemClock()
         self._heard_s = self._clock.now_s()
-        self._wanted: dict[Role, int] = {}
+        self._wanted: tuple[Member, ...] = ()
         self._to_replace: list[str] = []
         self._reports: tuple[WorkerReport, ...] = ()
         self._is_empty = False
         self._running: asyncio.Task[None] | None = None
 
-    async def sync(self, wanted: Mapping[Role, int]) -> tuple[WorkerReport, ...]:
-        """Say how many workers are wanted, and that the owner lives; return how the workers are."""
+    async def sync(self, wanted: Sequence[Member]) -> tuple[WorkerReport, ...]:
+        """Say which workers are wanted, and that the owner lives; return how the workers are."""
         self._heard_s = self._clock.now_s()
-        self._wanted = dict(wanted)
+        self._wanted = tuple(wanted)
         if self._running is None:
             self._running = asyncio.create_task(self._run())
         elif self._running.done():
@@ -56,7 +56,7 @@ class Controller:
 
     async def finish(self) -> None:
         """Drain every worker; returns when none runs."""
-        self._wanted = {}
+        self._wanted = ()
         while self._running is not None and not (self._is_empty or self._running.done()):
             self._heard_s = self._clock.now_s()
             await asyncio.sleep(_TICK_S / 4)
@@ -65,7 +65,7 @@ class Controller:
         machines = RayMachines(self._spec, asyncio.get_running_loop())
         # A controller that Ray restarts knows nothing of its earlier lives; the time orders them.
         pools = Pools(
-            {},
+            (),
             machines,
             self._clock,
             first_generation=time.time_ns() // 1_000_000,
@@ -83,8 +83,7 @@ class Controller:
             await asyncio.sleep(_TICK_S)
 
     def _tick(self, pools: Pools) -> None:
-        for role in Role:
-            pools.scale(role, self._wanted.get(role, 0))
+        pools.want(self._wanted)
         while self._to_replace:
             pools.replace(self._to_replace.pop())
         try:

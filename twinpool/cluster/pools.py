@@ -2,6 +2,7 @@
 
     wanted, no life   -> start it, unless it waits: after failures (backoff) or for room on a machine
     life, not wanted  -> stop it: it drains
+    life, other role  -> leave it, if it took the role while it ran; stop it, if it never heard of it
     life ended        -> forget the life; the next one has a larger generation
                          one that drained, whoever asked it to, has not failed
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from twinpool.cluster.roster import Member
 from twinpool.core.clock import Clock
 from twinpool.core.ports import Role
 
@@ -23,8 +25,9 @@ from twinpool.core.ports import Role
 class Life:
     """One run of one worker, from its start to its end."""
 
-    worker_id: str  # role and number, as in prefill-0
-    role: Role
+    worker_id: str  # pool and number, as in prefill-0
+    pool: Role  # which it was made for: its ranks, its room
+    role: Role  # at its start
     generation: int  # larger than that of every earlier life of any worker
 
 
@@ -105,7 +108,7 @@ class Pools:
     """The wanted workers of one deployment and the lives that serve them.
 
     Args:
-        wanted: Workers per role.
+        wanted: The workers.
         machines: Starts and stops them.
         clock: For backoff.
         first_generation: Larger than any generation an earlier controller gave.
@@ -115,7 +118,7 @@ class Pools:
 
     def __init__(
         self,
-        wanted: Mapping[Role, int],
+        wanted: Sequence[Member],
         machines: Machines,
         clock: Clock,
         *,
@@ -123,7 +126,7 @@ class Pools:
         start_timeout_s: float,
         backoff: Backoff = _BACKOFF,
     ) -> None:
-        self._wanted = dict(wanted)
+        self._wanted = {member.worker_id: member for member in wanted}
         self._machines = machines
         self._clock = clock
         self._next_generation = first_generation
@@ -134,12 +137,11 @@ class Pools:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is wanted and nothing runs."""
-        return not self._slots and not any(self._wanted.values())
+        return not self._slots and not self._wanted
 
-    def scale(self, role: Role, count: int) -> None:
-        """Want ``count`` workers of ``role`` from the next tick on; surplus drains, highest number first."""
-        assert count >= 0, f"{count} workers"
-        self._wanted[role] = count
+    def want(self, members: Sequence[Member]) -> None:
+        """Want these workers from the next tick on; others drain."""
+        self._wanted = {member.worker_id: member for member in members}
 
     def replace(self, worker_id: str) -> None:
         """Drain a worker and start its next life when it ended; an unknown one is left alone."""
@@ -152,23 +154,22 @@ class Pools:
         now_s = self._clock.now_s()
         for slot in self._slots.values():
             self._look_at(slot, now_s)
-        wanted = self._wanted_ids()
         for worker_id, slot in list(self._slots.items()):
-            if worker_id not in wanted and slot.life is not None:
-                self._stop(slot)
-            elif worker_id not in wanted:
+            member = self._wanted.get(worker_id)
+            if member is not None:
+                slot.member = member
+            if slot.life is None and member is None:
                 del self._slots[worker_id]
                 self._machines.forget(worker_id)
-        for worker_id, role in wanted.items():
-            self._slots.setdefault(worker_id, _Slot(worker_id, role))
+            elif slot.life is not None and (member is None or _is_outdated(slot.life, member)):
+                self._stop(slot)
+        for worker_id, member in self._wanted.items():
+            self._slots.setdefault(worker_id, _Slot(member))
         self._start([slot for slot in self._slots.values() if slot.may_start(now_s)], now_s)
 
     def report(self) -> tuple[WorkerReport, ...]:
-        """Return every wanted or still running worker, in order of role and number."""
+        """Return every wanted or still running worker, in the order in which they were first wanted."""
         return tuple(self._report(slot) for slot in self._slots.values())
-
-    def _wanted_ids(self) -> dict[str, Role]:
-        return {f"{role}-{i}": role for role, count in self._wanted.items() for i in range(count)}
 
     def _look_at(self, slot: _Slot, now_s: float) -> None:
         if slot.life is None:
@@ -202,7 +203,14 @@ class Pools:
     def _start(self, slots: Sequence[_Slot], now_s: float) -> None:
         lives = []
         for slot in slots:
-            lives.append(Life(worker_id=slot.worker_id, role=slot.role, generation=self._next_generation))
+            lives.append(
+                Life(
+                    worker_id=slot.member.worker_id,
+                    pool=slot.member.pool,
+                    role=slot.member.role,
+                    generation=self._next_generation,
+                )
+            )
             self._next_generation += 1
         why_not = self._machines.start(lives) if lives else {}
         for slot, life in zip(slots, lives, strict=True):
@@ -216,8 +224,8 @@ class Pools:
         state = LifeState(detail=slot.detail) if life is None else self._machines.state(life)
         phase = "stopping" if slot.stopping else state.phase.value
         return WorkerReport(
-            worker_id=slot.worker_id,
-            role=slot.role,
+            worker_id=slot.member.worker_id,
+            role=slot.member.role,
             state="waiting" if life is None else phase,
             generation=None if life is None else life.generation,
             detail=state.detail,
@@ -228,10 +236,14 @@ class Pools:
         )
 
 
+def _is_outdated(life: Life, member: Member) -> bool:
+    """Whether a life was started in a role that the worker had given up by then, so that nobody told it."""
+    return life.role is not member.role and life.generation > member.changed_generation
+
+
 @dataclass(slots=True)
 class _Slot:
-    worker_id: str
-    role: Role
+    member: Member  # as it was last wanted
     life: Life | None = None
     started_s: float = 0.0
     running_since_s: float | None = None

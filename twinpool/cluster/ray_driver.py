@@ -27,9 +27,9 @@ from typing import IO, Any
 from twinpool.cluster.config import DeploymentSpec
 from twinpool.cluster.local_ray import first_line, start_local_ray
 from twinpool.cluster.pools import WorkerReport
+from twinpool.cluster.roster import Roster, Wanted
 from twinpool.core.config import bind, unbind
 from twinpool.core.errors import ConfigError, ServingError
-from twinpool.core.ports import Role
 
 _SYNC_EVERY_S = 0.5
 _SYNC_TIMEOUT_S = 5.0
@@ -66,7 +66,7 @@ class _Driver:
         self._folder = folder
         self._events = events
         self._ops = ops
-        self._wanted = {role: pool.workers for role, pool in spec.config.pools.by_role().items()}
+        self._wanted = Roster(spec.config.pools.workers()).members
         self._drain_s: float | None = None  # set once the end has come; None: at once
 
     def run(self) -> int:
@@ -153,8 +153,8 @@ class _Driver:
                 raise _Gone
             if op["op"] == "stop":
                 self._drain_s = float(op["drain_s"])
-            elif op["op"] == "scale":
-                self._wanted[Role(op["role"])] = int(op["workers"])
+            elif op["op"] == "want":
+                self._wanted = bind(Wanted, {"workers": op["workers"]}).workers
             elif op["op"] == "replace":
                 controller.replace.remote(str(op["worker_id"]))
 

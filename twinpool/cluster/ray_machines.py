@@ -65,7 +65,7 @@ class RayMachines:
         fitting, why_not = place(needs, _machines()) if needs else ((), {})
         placed = {need.worker_id for need in fitting}
         for role in Role:
-            pool = [life for life in homeless if life.role is role and life.worker_id in placed]
+            pool = [life for life in homeless if life.pool is role and life.worker_id in placed]
             for together in _together(pool, self._pool(role)):
                 why_not.update(self._make_group(role, together))
         for life in lives:
@@ -106,10 +106,10 @@ class RayMachines:
         return self._spec.config.pools.by_role()[role]
 
     def _need(self, life: Life) -> Need:
-        pool = self._pool(life.role)
+        pool = self._pool(life.pool)
         return Need(
             worker_id=life.worker_id,
-            resources=self._spec.config.resources(life.role),
+            resources=self._spec.config.resources(life.pool),
             num_ranks=pool.tensor_parallel,
             on_one_machine=pool.ranks_on == "one_machine",
         )
@@ -143,7 +143,7 @@ class RayMachines:
         return worker_id in self._places
 
     def _start_actors(self, life: Life) -> None:
-        config = self._spec.worker_of(life.role, worker_id=life.worker_id, generation=life.generation)
+        config = self._spec.worker_of(life)
         leader = self._actor(WorkerActor, life, rank=0).remote(config, self._spec.is_on_loopback)
         others = [
             self._actor(RankActor, life, rank=rank).remote(config, rank, self._spec.is_on_loopback)
@@ -156,7 +156,7 @@ class RayMachines:
 
     def _actor(self, kind: type, life: Life, *, rank: int) -> Any:
         """Return what makes the actor of a rank, in its place."""
-        place, resources = self._places[life.worker_id], self._spec.config.resources(life.role)
+        place, resources = self._places[life.worker_id], self._spec.config.resources(life.pool)
         actor_class: Any = ray.remote(kind)
         return actor_class.options(
             num_cpus=resources.get("CPU", 0),

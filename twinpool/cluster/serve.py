@@ -27,12 +27,14 @@ from router.deployment import StartedElsewhere
 from router.http.app import create_app
 from router.http.model import ServedModel
 from router.http.server import HTTPServer
+from router.roles import RoleChange
 from router.router import Router
 from router.workers import WorkerPool
 from twinpool.checkpoints.resolve import resolve_model, served_name
 from twinpool.cluster.agent_process import AgentProcess
 from twinpool.cluster.config import DeploymentConfig, DeploymentSpec, PoolsConfig, WorkerConfig
 from twinpool.cluster.pools import WorkerReport
+from twinpool.cluster.roster import Roster
 from twinpool.cluster.trust import secret_for_workers, server_trust, warn_of_open_api
 from twinpool.core.clock import SystemClock
 from twinpool.core.config import unbind
@@ -331,7 +333,7 @@ class RayDeployment:
     def __init__(self, agent: AgentProcess, pools: PoolsConfig, *, security: str) -> None:
         self._agent = agent
         self._security = security
-        self._wanted = {role: pool.workers for role, pool in pools.by_role().items()}
+        self._roster = Roster(pools.workers())
 
     def describe(self) -> Mapping[str, object]:
         return {
@@ -343,18 +345,22 @@ class RayDeployment:
     async def scale(self, wanted: Mapping[Role, int]) -> None:
         """As the protocol says; a pool that the deployment has cannot be emptied, nor a new one made."""
         for role, workers in wanted.items():
-            if (workers > 0) != (self._wanted[role] > 0):
-                there = self._wanted[role]
+            there = self._roster.count(role)
+            if (workers > 0) != (there > 0):
                 can_not = "a pool cannot be emptied" if there else "this deployment has no such pool"
                 raise InvalidRequest(role.value, f"{workers} workers cannot follow {there}: {can_not}")
         for role, workers in wanted.items():
-            self._wanted[role] = workers
-            await self._agent.scale(role, workers)
+            self._roster.scale(role, workers)
+        await self._agent.want(self._roster.members)
 
     async def replace(self, worker_id: str) -> None:
         if worker_id not in {report.worker_id for report in self._agent.reports or ()}:
             raise InvalidRequest("worker", f"{worker_id} is none of this deployment")
         await self._agent.replace(worker_id)
+
+    async def assigned(self, change: RoleChange) -> None:
+        self._roster.assign(change.worker_id, change.role, generation=change.generation)
+        await self._agent.want(self._roster.members)
 
 
 def check_free(host: str, port: int) -> None:
