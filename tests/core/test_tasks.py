@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from twinpool.core.errors import RankLost
 from twinpool.core.tasks import OwnedTasks
 
 
@@ -49,16 +50,22 @@ def test_closing_cancels_what_runs_and_waits_for_its_end() -> None:
     asyncio.run(run())
 
 
-def test_what_a_background_task_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("error", "has_traceback"), [(KeyError("a bug"), True), (RankLost("rank 1: killed by SIGKILL"), False)]
+)
+def test_what_a_background_task_raises_is_logged_and_only_a_bug_with_its_traceback(
+    error: Exception, *, has_traceback: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     async def run() -> None:
         tasks = OwnedTasks()
 
         async def fail() -> None:
-            raise KeyError("lost")
+            raise error
 
         tasks.start(fail())
         await tasks.wait()
 
     asyncio.run(run())
     assert "a background task failed" in caplog.text
-    assert "KeyError: 'lost'" in caplog.text
+    assert str(error) in caplog.text
+    assert ("Traceback" in caplog.text) == has_traceback

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from twinpool.core.errors import ServingError
+
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -22,7 +24,7 @@ class OwnedTasks:
         return len(self._tasks)
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run ``work`` in the background; what it raises is logged."""
+        """Run ``work`` in the background; what it raises is logged, with a traceback if it is a bug."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._note_end)
@@ -45,5 +47,9 @@ class OwnedTasks:
 
     def _note_end(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, ServingError):  # a known end, such as a rank that was lost
+            _log.error("a background task failed: %s", error)
+        else:
             _log.error("a background task failed", exc_info=error)
