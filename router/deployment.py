@@ -43,13 +43,20 @@ class StartedElsewhere:
 
     Args:
         security: What keeps strangers from joining them.
+        settings: What may be told of the server's own.
     """
 
-    def __init__(self, *, security: str = "nothing") -> None:
+    def __init__(self, *, security: str = "nothing", settings: Mapping[str, object] | None = None) -> None:
         self._security = security
+        self._settings = settings or {}
 
     def describe(self) -> Mapping[str, object]:
-        return {"workers": [], "ray": "not used", "security": self._security}
+        return {
+            "workers": [],
+            "ray": "not used",
+            "security": self._security,
+            "settings": self._settings,
+        }
 
     async def scale(self, wanted: Mapping[Role, int]) -> None:
         raise InvalidRequest(None, "the workers of this deployment are started and ended elsewhere")

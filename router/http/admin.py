@@ -135,6 +135,8 @@ def _describe(handle: WorkerHandle) -> dict[str, object]:
         "ranks": [[endpoint.transport for endpoint in endpoints] for endpoints in info.ranks],
         "dtype": info.layout.dtype,
         "block_tokens": info.layout.block_tokens,
+        "num_blocks": info.num_blocks,
+        "fingerprint": dict(info.fingerprint),
         "received_from": {
             sender_id: {
                 "transport": exchange.last_transport,
@@ -145,4 +147,5 @@ def _describe(handle: WorkerHandle) -> dict[str, object]:
         },
         "running": 0 if load is None else load.running,
         "queued": 0 if load is None else load.queued,
+        "counters": {} if load is None else dict(load.counters),
     }

@@ -10,7 +10,7 @@ import pytest
 
 from router.http.config import HTTPConfig
 from twinpool.cluster.config import DeploymentConfig
-from twinpool.cluster.serve import check_reachable, deployment_spec
+from twinpool.cluster.serve import check_reachable, deployment_spec, shown_settings
 from twinpool.core.config import unbind
 from twinpool.core.errors import ConfigError
 
@@ -52,3 +52,22 @@ def test_workers_listen_on_loopback_unless_they_must_be_reached_from_elsewhere()
 
     assert [of(join) for join in ("127.0.0.1:1", "[::1]:1", "localhost:1")] == [True, True, True]
     assert [of(join) for join in ("10.0.0.2:1", "[fd00::1]:1")] == [False, False]
+
+
+def test_what_is_shown_of_the_settings_holds_no_key_and_decides_how_it_answers() -> None:
+    config = DeploymentConfig(threads=3, http=HTTPConfig(api_key="hush"))
+
+    shown = shown_settings(config)
+
+    assert shown["threads"] == 3
+    assert shown["router"]["policy"] == "least_loaded"  # type: ignore[index]
+    assert "hush" not in json.dumps(shown)
+
+
+def test_workers_that_are_started_elsewhere_have_settings_of_their_own() -> None:
+    assert set(shown_settings(DeploymentConfig(without_ray=True))) == {
+        "model",
+        "model_name",
+        "placement",
+        "router",
+    }

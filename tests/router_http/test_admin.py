@@ -30,9 +30,12 @@ def test_workers_are_listed(site: Site) -> None:
         "ranks": [["shm", "grpc"]],
         "dtype": "float32",
         "block_tokens": 16,
+        "num_blocks": 1000,
+        "fingerprint": {},
         "received_from": {},
         "running": 0,
         "queued": 0,
+        "counters": {},
     }
 
 

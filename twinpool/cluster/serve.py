@@ -172,9 +172,9 @@ class _Server:
         )
         security = self._trust.describe()
         deployment = (
-            StartedElsewhere(security=security)
+            StartedElsewhere(security=security, settings=shown_settings(self._config))
             if agent is None
-            else RayDeployment(agent, self._config.pools, security=security)
+            else RayDeployment(agent, self._config, security=security)
         )
         app = create_app(router, self._model, self._config.http, deployment=deployment)
         server = HTTPServer(app, replace(self._config.http, stop_timeout_s=_CUT_S))
@@ -326,20 +326,22 @@ class RayDeployment:
 
     Args:
         agent: Of this deployment.
-        pools: What was wanted at the start.
+        config: What was wanted at the start.
         security: What keeps strangers from joining them.
     """
 
-    def __init__(self, agent: AgentProcess, pools: PoolsConfig, *, security: str) -> None:
+    def __init__(self, agent: AgentProcess, config: DeploymentConfig, *, security: str) -> None:
         self._agent = agent
         self._security = security
-        self._roster = Roster(pools.workers())
+        self._settings = shown_settings(config)
+        self._roster = Roster(config.pools.workers())
 
     def describe(self) -> Mapping[str, object]:
         return {
             "workers": [unbind(report) for report in self._agent.reports or ()],
             "ray": self._agent.away or self._agent.failure or "ok",
             "security": self._security,
+            "settings": self._settings,
         }
 
     async def scale(self, wanted: Mapping[Role, int]) -> None:
@@ -361,6 +363,17 @@ class RayDeployment:
     async def assigned(self, change: RoleChange) -> None:
         self._roster.assign(change.worker_id, change.role, generation=change.generation)
         await self._agent.want(self._roster.members)
+
+
+def shown_settings(config: DeploymentConfig) -> Mapping[str, object]:
+    """Return what may be told of a deployment: all that decides how it answers, nothing of keys and files.
+
+    The sizes of pools change, and stand in the list of workers.
+    """
+    names = ["model", "model_name", "placement", "router"]
+    if not config.without_ray:  # else the workers have their own
+        names += ["device", "dtype", "kv_memory", "threads", "engine", "transfer", "timeouts"]
+    return {name: unbind(getattr(config, name)) for name in names}
 
 
 def check_free(host: str, port: int) -> None:
