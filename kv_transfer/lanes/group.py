@@ -114,6 +114,7 @@ class _GroupLane:
 
     def close(self) -> None:
         self._ranks = None
+        del self._slots  # whoever still knows of the lane keeps no memory with it
 
 
 class GroupSendLane(_GroupLane):

@@ -21,6 +21,7 @@ from kv_transfer.frame import Frame
 from kv_transfer.group import SenderGroup
 from kv_transfer.hub import Hub
 from kv_transfer.lanes.group import GroupLanes
+from kv_transfer.lanes.slots import HostSlots
 from kv_transfer.lanes.two_ranks import TwoRanks
 from kv_transfer.pair.keys import KeyExchange
 from kv_transfer.transports import torch_dist
@@ -118,12 +119,13 @@ def test_a_frozen_peer_ends_its_own_transfers_and_nobody_else_waits(has_begun: b
     asyncio.run(scenario())
 
 
-def test_a_frozen_peer_leaves_no_thread_and_no_file_behind() -> None:
+def test_a_frozen_peer_leaves_no_thread_no_file_and_no_memory_behind() -> None:
     async def scenario() -> None:
         prefill = await start_prefill()
         async with receiver_process(NAME, num_transfers=2) as frozen:
-            before = resources()
+            before, slots_before = resources(), num_slots()
             await send_all(prefill, frozen.tickets[0])
+            assert num_slots() == slots_before + 1
             transfer = await prefill.sending.begin(frozen.tickets[1], timeout_s=PATIENCE_S)
             transfer.written(0, 4, BLOCKS)
             await eventually(lambda: sum(part.num_frames for part in prefill.sender._open) == 1)
@@ -131,7 +133,7 @@ def test_a_frozen_peer_leaves_no_thread_and_no_file_behind() -> None:
             write_all(transfer, frozen.tickets[1], BLOCKS)
             with pytest.raises(TransferTimeout):
                 await transfer.wait()
-            await eventually(lambda: resources() <= before)
+            await eventually(lambda: num_slots() == slots_before and resources() <= before)
         await prefill.close()
 
     gc.collect()
@@ -243,6 +245,11 @@ def test_pairs_leave_no_thread_and_no_file_behind() -> None:
         await eventually(lambda: resources() <= before)
 
     asyncio.run(scenario())
+
+
+def num_slots() -> int:
+    """How many lanes have memory."""
+    return sum(type(each) is HostSlots for each in gc.get_objects())
 
 
 def resources() -> tuple[int, ...]:
