@@ -105,7 +105,7 @@ class IpcLanes:
         return IpcSendLane(shown, shape, self._spare)
 
     def from_peer(self, offer: Offer, *, sender_id: str, local_host: str) -> IpcReceiveLane:
-        return IpcReceiveLane(self._memory, offer)
+        return IpcReceiveLane(self._memory, offer, shape_in(offer, own=self._shape))
 
 
 class IpcSendLane:
@@ -153,16 +153,17 @@ class IpcReceiveLane:
     Args:
         memory: Of this rank's device.
         offer: Of the sender.
+        shape: Of its slots, and of ours.
 
     Raises:
         TransferDamaged: The offer does not say what it must.
     """
 
-    def __init__(self, memory: DeviceMemory, offer: Offer) -> None:
+    def __init__(self, memory: DeviceMemory, offer: Offer, shape: SlotShape) -> None:
         self._handle = bytes_in(offer, "handle", num_bytes=HANDLE_BYTES)
         self._nonce = bytes_in(offer, "nonce", num_bytes=_NONCE_BYTES)
         self._memory = memory
-        self.shape = shape_in(offer)
+        self.shape = shape
         self.answer: Offer = {}
         self._slots: Slots = make_slots(empty_rows(self.shape, memory.device))
         self._seen: Seen | None = None

@@ -59,8 +59,9 @@ class NixlLanes:
             theirs = text_in(offer, name)
             if theirs != own:
                 raise TransferError(f"{name}: this worker has {own}, {sender_id} has {theirs}")
+        shape = shape_in(offer, own=slot_shape(self._config.credit_bytes))
         return NixlReceiveLane(
-            offer, self._rows(shape_in(offer)), net_devices=self._net_devices, stall_s=self._config.lease_s
+            offer, shape, self._rows(shape), net_devices=self._net_devices, stall_s=self._config.lease_s
         )
 
     def _rows(self, shape: SlotShape) -> Tensor:
@@ -119,6 +120,7 @@ class NixlReceiveLane:
 
     Args:
         offer: Of the sender.
+        shape: Of its slots, and of ours.
         rows: Slots, as many and as large as the sender's.
         net_devices: See ``NixlLanes``.
         stall_s: A read that takes longer has failed.
@@ -127,7 +129,9 @@ class NixlReceiveLane:
         TransferDamaged: The offer does not say what it must.
     """
 
-    def __init__(self, offer: Offer, rows: Tensor, *, net_devices: str, stall_s: float) -> None:
+    def __init__(
+        self, offer: Offer, shape: SlotShape, rows: Tensor, *, net_devices: str, stall_s: float
+    ) -> None:
         self._introduction = _introduction_in(offer)
         self._their_address = number_in(offer, "address", most=_MOST_ADDRESS)
         self._nonce = bytes_in(offer, "nonce", num_bytes=_NONCE_BYTES)
@@ -137,7 +141,7 @@ class NixlReceiveLane:
         self._slots = make_slots(rows)
         self._reader: _Reader | None = None
         self._is_cut = False
-        self.shape = shape_in(offer)
+        self.shape = shape
         self.answer: Offer = {}
 
     def connect(self, keys: KeyExchange) -> None:

@@ -5,7 +5,7 @@
     for each message: channel (4), length of its header (4), its header
 
 The payloads follow each other in the slot in the order of their frames, each at a multiple of 16 bytes.  A
-segment moves at once; together they hold all payloads.
+segment moves at once; together they hold all payloads.  A batch has no more frames than one message may have.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kv_transfer.frame import Frame
-from kv_transfer.messages import header_of, headers_from_bytes
+from kv_transfer.messages import MAX_FRAMES, header_of, headers_from_bytes
 from kv_transfer.pair.lane import Segment
 from twinpool.core.errors import TransferDamaged
 from twinpool.pb import kv_pb2
@@ -75,11 +75,14 @@ def batch_from_bytes(data: bytes) -> Batch:
         slot, num_segments, num_messages = _COUNTS.unpack_from(data)
         at, start = _COUNTS.size + num_segments * _PAIR.size, 0
         segments = tuple(Segment(*pair) for pair in _PAIR.iter_unpack(data[_COUNTS.size : at]))
-        parts = []
+        parts, num_frames = [], 0
         for _ in range(num_messages):
             channel, length = _PAIR.unpack_from(data, at)
             at += _PAIR.size + length
             headers = tuple(headers_from_bytes(data[at - length : at]))
+            num_frames += len(headers)
+            if num_frames > MAX_FRAMES:
+                raise TransferDamaged(f"{num_frames} frames in one batch are more than {MAX_FRAMES}")
             starts = []
             for header in headers:
                 starts.append(start)

@@ -7,8 +7,8 @@ import struct
 
 from kv_transfer.hello import Hello
 from kv_transfer.messages import MAX_HELLO_BYTES, hello_from_bytes, hello_to_bytes
-from kv_transfer.pair.lane import MOST_SLOT_BYTES, MOST_SLOTS, Offer, SlotShape
-from twinpool.core.errors import TransferDamaged
+from kv_transfer.pair.lane import MOST, Offer, SlotShape
+from twinpool.core.errors import TransferDamaged, TransferError
 
 _LENGTH = struct.Struct("<H")
 _MOST_BYTES = 2 * MAX_HELLO_BYTES
@@ -83,9 +83,20 @@ def bytes_in(offer: Offer, name: str, *, num_bytes: int) -> bytes:
     return value
 
 
-def shape_in(offer: Offer) -> SlotShape:
-    """Return the slots of a sender; raises as ``text_in`` does."""
-    return SlotShape(
-        num_slots=number_in(offer, "num_slots", most=MOST_SLOTS),
-        slot_bytes=number_in(offer, "slot_bytes", most=MOST_SLOT_BYTES),
+def shape_in(offer: Offer, *, own: SlotShape = MOST) -> SlotShape:
+    """Return the slots of a sender, as many and as large as which a receiver sets aside.
+
+    Raises:
+        TransferDamaged: As ``text_in``, or nobody has such slots.
+        TransferError: They are more or larger than ``own``: the two workers give different credit.
+    """
+    shape = SlotShape(
+        num_slots=number_in(offer, "num_slots", most=MOST.num_slots),
+        slot_bytes=number_in(offer, "slot_bytes", most=MOST.slot_bytes),
     )
+    if shape.num_slots > own.num_slots or shape.slot_bytes > own.slot_bytes:
+        raise TransferError(
+            f"transfer.credit_bytes: the sender's asks for {shape.num_slots} slots of {shape.slot_bytes} "
+            f"bytes, this worker's gives {own.num_slots} of {own.slot_bytes}"
+        )
+    return shape

@@ -14,6 +14,7 @@ from twinpool.core.errors import TransferDamaged, TransferError, TransferTimeout
 
 _KEY_LENGTH = struct.Struct("<H")
 _MOST_KEYS = 256
+_MOST_VALUE_BYTES = 2**16
 
 
 class KeyExchange:
@@ -39,13 +40,15 @@ class KeyExchange:
         """Take note of what the other end has set.
 
         Raises:
-            TransferDamaged: The message is none of a key, or one of too many.
+            TransferDamaged: The message is none of a key, or one of too many or of too much.
         """
         end = _KEY_LENGTH.size + int.from_bytes(message[: _KEY_LENGTH.size], "little")
         if len(message) < end:
             raise TransferDamaged("the message of a key has none")
         if len(self._values) >= _MOST_KEYS:
             raise TransferDamaged(f"more than {_MOST_KEYS} keys")
+        if len(message) - end > _MOST_VALUE_BYTES:
+            raise TransferDamaged(f"a key of {len(message) - end} bytes")
         self._keep(message[_KEY_LENGTH.size : end].decode("utf-8", "replace"), message[end:])
 
     def get(self, key: str, *, timeout_s: float) -> bytes:

@@ -18,8 +18,6 @@ from twinpool.core.ports import KVPayload
 Offer = Mapping[str, str | int]
 
 _SLOTS = 3
-MOST_SLOTS = 8
-MOST_SLOT_BYTES = 64 * 2**20  # so that a peer cannot make us set aside more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +32,16 @@ class SlotShape:
         return {"num_slots": self.num_slots, "slot_bytes": self.slot_bytes}
 
 
+MOST = SlotShape(num_slots=8, slot_bytes=64 * 2**20)  # so that a peer cannot make us set aside more
+
+
 def slot_shape(credit_bytes: int) -> SlotShape:
     """Return slots that hold any one message, and together what one part may have in flight.
 
     One is filled while one is under way and one is taken.
     """
     slot_bytes = max(credit_bytes // _SLOTS, MAX_MESSAGE_BYTES)
-    return SlotShape(num_slots=_SLOTS, slot_bytes=min(slot_bytes, MOST_SLOT_BYTES))
+    return SlotShape(num_slots=_SLOTS, slot_bytes=min(slot_bytes, MOST.slot_bytes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -334,6 +334,18 @@ def test_memory_that_is_not_the_one_promised_is_refused() -> None:
         receiver.connect(KeyExchange(lambda data: None))
 
 
+@pytest.mark.parametrize("name", ["num_slots", "slot_bytes"])
+def test_a_receiver_sets_aside_no_more_than_its_own_settings_say(name: str) -> None:
+    offer = dict(IpcLanes(CONFIG, HostMemory()).to_peer("").offer)
+    most = offer[name]
+    assert isinstance(most, int)
+
+    with pytest.raises(TransferError, match=r"transfer\.credit_bytes: the sender's asks for"):
+        IpcLanes(CONFIG, HostMemory()).from_peer(
+            {**offer, name: most + 1}, sender_id="prefill", local_host=""
+        )
+
+
 def test_memory_that_was_shown_is_used_again() -> None:
     lanes = IpcLanes(CONFIG, HostMemory())
     first = lanes.to_peer("")
@@ -381,6 +393,15 @@ def test_a_batch_is_read_as_it_was_written(messages: list[list[int]], slot: int)
 def test_segments_that_do_not_hold_the_payloads_are_no_batch(segments: Sequence[Segment]) -> None:
     with pytest.raises(TransferDamaged, match="segments"):
         batch_from_bytes(batch_to_bytes(0, segments, [(1, [frame(32)])]))
+
+
+def test_the_frames_of_all_messages_of_a_batch_are_counted() -> None:
+    def batch(*counts: int) -> bytes:
+        return batch_to_bytes(0, [], [(number, [frame(0)] * count) for number, count in enumerate(counts)])
+
+    assert sum(len(part.headers) for part in batch_from_bytes(batch(8000, 192)).parts) == 8192
+    with pytest.raises(TransferDamaged, match="8193 frames in one batch are more than 8192"):
+        batch_from_bytes(batch(8000, 193))
 
 
 @given(st.binary(max_size=200))
@@ -480,6 +501,14 @@ def test_keys_are_not_kept_without_end() -> None:
     with pytest.raises(TransferDamaged, match="more than 256 keys"):
         for number in range(300):
             keys.received(len(str(number)).to_bytes(2, "little") + str(number).encode())
+
+
+def test_a_key_holds_no_more_than_a_library_says() -> None:
+    keys = KeyExchange(lambda data: None)
+    keys.received(b"\x01\0k" + bytes(2**16))
+    with pytest.raises(TransferDamaged, match="a key of 65537 bytes"):
+        keys.received(b"\x01\0l" + bytes(2**16 + 1))
+    assert keys.values() == [bytes(2**16)]
 
 
 def test_a_thread_makes_its_calls_in_order_and_ends() -> None:
