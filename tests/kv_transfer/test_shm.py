@@ -642,11 +642,20 @@ def test_a_part_given_up_before_it_was_looked_at_is_broken() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(
-    "case", ["a slot it was never given", "a word of a sender", "random bytes", "an end that cannot be read"]
-)
-def test_a_receiver_that_says_what_none_says_fails_its_transfers(case: str) -> None:
+RECEIVERS_CASES = {
+    "a slot that does not exist": "a receiver freed slot 4, which it did not have",
+    "a slot it was never given": "a receiver freed slot 3, which it did not have",
+    "a slot it has given back": "a receiver freed slot 0, which it did not have",
+    "a word of a sender": "a receiver said 1",
+    "random bytes": "a peer on this host is cut off",
+    "an end that cannot be read": "",
+}
 
+
+@pytest.mark.parametrize("case", RECEIVERS_CASES)
+def test_a_receiver_that_says_what_none_says_fails_its_transfers(
+    case: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def receive(listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         end, _ = await loop.sock_accept(listener)
@@ -654,10 +663,15 @@ def test_a_receiver_that_says_what_none_says_fails_its_transfers(case: str) -> N
         end.close()
         hello = await raw.hear()
         raw.say(Word(What.ADMITTED, hello.channel), Word(What.END, 99, body=b"of nobody"))
-        await raw.hear()
+        message = await raw.hear()
+        assert (message.what, message.slot) == (What.MESSAGE, 0)
         match case:
-            case "a slot it was never given":
+            case "a slot that does not exist":
                 raw.say(Word(What.FREE, 0, 4))
+            case "a slot it was never given":
+                raw.say(Word(What.FREE, 0, 3))
+            case "a slot it has given back":
+                raw.say(Word(What.FREE, 0, 0), Word(What.FREE, 0, 0))
             case "a word of a sender":
                 raw.say(Word(What.HELLO, 1))
             case "random bytes":
@@ -688,6 +702,7 @@ def test_a_receiver_that_says_what_none_says_fails_its_transfers(case: str) -> N
                 await receiving
 
     asyncio.run(scenario())
+    assert RECEIVERS_CASES[case] in caplog.text
 
 
 def test_a_caller_that_takes_nothing_holds_nobody_up() -> None:
