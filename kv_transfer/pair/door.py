@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import socket
-import struct
 from collections.abc import Awaitable, Callable
-from functools import cache
-from pathlib import Path
 from typing import Protocol
 
 from kv_transfer.addresses import listening, split, tune
 from kv_transfer.arrivals import Arrivals, Known
 from kv_transfer.config import TransferConfig
 from kv_transfer.pair.control import Control
+from kv_transfer.this_host import host_id, is_own_user
 from twinpool.core.errors import ConfigError, TransferError, Untrusted
 from twinpool.core.tls import Party, TLSFiles, check_peer, names_in
 
 _BACKLOG = 128
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
+_NAMESPACES = ("ipc", "net", "pid")  # that processes must share to share GPU memory
 
 Connected = Callable[[Control], Awaitable[None]]
 
@@ -142,8 +139,10 @@ class LocalDoor:
     """
 
     def __init__(self, config: TransferConfig, identity: str, is_reached: Callable[[str], bool]) -> None:
-        machine, _, rest = config.listen.partition("/")
-        name = rest.partition("/")[0] if machine == this_machine() else f"twinpool-{secrets.token_hex(16)}"
+        self._host = host_id(*_NAMESPACES)
+        host, name, _ = _parts(config.listen)
+        if host != self._host:  # only an address of an earlier life says where to listen
+            name = f"twinpool-{secrets.token_hex(16)}"
         self._is_reached = is_reached
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -151,12 +150,12 @@ class LocalDoor:
         except OSError as error:
             self._socket.close()
             raise ConfigError("transfer.listen", f"{config.listen} cannot be bound: {error}") from error
-        self.address = f"{this_machine()}/{name}/{identity}"
+        self.address = f"{self._host}/{name}/{identity}"
         self._server: asyncio.Server | None = None
 
     async def listen(self, connected: Connected) -> None:
         async def check(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            if _is_own_user(writer):
+            if is_own_user(writer.get_extra_info("socket")):
                 await connected(Control(reader, writer))
             else:
                 writer.transport.abort()
@@ -164,15 +163,15 @@ class LocalDoor:
         self._server = await asyncio.start_unix_server(check, sock=self._socket, backlog=_BACKLOG)
 
     def reaches(self, address: str) -> bool:
-        machine, _, identity = _parts(address)
-        return machine == this_machine() and self._is_reached(identity)
+        host, _, identity = _parts(address)
+        return host == self._host and self._is_reached(identity)
 
     async def connect(self, address: str) -> Control:
         try:
             reader, writer = await asyncio.open_unix_connection(f"\0{_parts(address)[1]}")
         except OSError as error:
             raise TransferError(f"{address}: {error}") from None
-        if not _is_own_user(writer):
+        if not is_own_user(writer.get_extra_info("socket")):
             writer.transport.abort()
             raise TransferError(f"{address}: another user listens there")
         return Control(reader, writer)
@@ -184,20 +183,6 @@ class LocalDoor:
 
 
 def _parts(address: str) -> tuple[str, str, str]:
-    machine, _, rest = address.partition("/")
+    host, _, rest = address.partition("/")
     name, _, identity = rest.partition("/")
-    return machine, name, identity
-
-
-@cache
-def this_machine() -> str:
-    """Name this boot of this machine, and the namespaces that processes must share to share GPU memory."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
-    spaces = (os.stat(f"/proc/self/ns/{name}").st_ino for name in ("ipc", "net", "pid"))  # noqa: PTH116
-    return ".".join((boot, *map(str, spaces)))
-
-
-def _is_own_user(writer: asyncio.StreamWriter) -> bool:
-    peer = writer.get_extra_info("socket")
-    data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(data)[1] == os.geteuid())
+    return host, name, identity

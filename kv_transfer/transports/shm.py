@@ -24,11 +24,9 @@ import logging
 import os
 import secrets
 import socket
-import struct
 import sys
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.hello import Hello
@@ -37,6 +35,7 @@ from kv_transfer.line.receiving import ReceivingLine
 from kv_transfer.line.segment import MAX_SLOTS, share_segment, shared_segment
 from kv_transfer.line.sending import LineLost, SendingLine, ShmChannel
 from kv_transfer.stream.readiness import readable
+from kv_transfer.this_host import host_id, is_own_user
 from kv_transfer.transport import FrameSink
 from twinpool.core.errors import ConfigError, TransferError, TransferTimeout
 from twinpool.core.seldom import SeldomLog
@@ -45,7 +44,6 @@ from twinpool.core.tls import TLSFiles
 
 _MAX_LINES = 256  # from peers
 _RETRY_S = 0.01  # while this process or a peer has no room for one more
-_PEER = struct.Struct("iII")  # pid, uid, gid
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +55,7 @@ class ShmTransport:
 
     def __init__(self, config: TransferConfig) -> None:
         self._config = config
-        self._host = _host_id()
+        self._host = host_id("net")
         host, _, name = config.listen.partition("/")
         if host != self._host:  # only an address of an earlier life says where to listen
             name = f"twinpool-{secrets.token_hex(16)}"
@@ -128,7 +126,7 @@ class ShmTransport:
             try:
                 async with asyncio.timeout(self._config.connect_timeout_s):
                     await _connect(end, _socket_name(address))
-                    if not _is_of_this_user(end):
+                    if not is_own_user(end):
                         raise TransferError(f"{address} belongs to another user")
                     await readable(end)
                     segment = shared_segment(end)
@@ -174,7 +172,7 @@ class ShmTransport:
         self._receiving.add(line)
 
     def _is_welcome(self, end: socket.socket) -> bool:
-        if not _is_of_this_user(end):
+        if not is_own_user(end):
             self._news.tell("a process of another user was sent away")
             return False
         if len(self._receiving) >= _MAX_LINES:
@@ -211,29 +209,13 @@ async def _connect(end: socket.socket, name: str) -> None:
             return
 
 
-def _is_of_this_user(end: socket.socket) -> bool:
-    """Whether the process at the other end runs as the same user, or as root."""
-    _, uid, _ = _PEER.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return uid in (os.geteuid(), 0)
-
-
-def _host_id() -> str:
-    """Return what processes that can reach each other by a name have in common: a boot, a network namespace.
-
-    Raises:
-        OSError: The system does not tell.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}.{Path('/proc/self/ns/net').stat().st_ino}"
-
-
 def unavailable() -> str:
     """Return why this machine cannot use it: it takes a Linux whose memory can be sealed."""
     if sys.platform != "linux":
         return "it needs Linux"
     try:
         os.close(os.memfd_create("twinpool-probe", os.MFD_ALLOW_SEALING))
-        _host_id()
+        host_id("net")
     except OSError as error:
         return str(error)
     return ""
