@@ -129,6 +129,7 @@ def test_workers_that_were_started_elsewhere_are_not_ours_to_scale(site: Site) -
         "workers": [],
         "ray": "not used",
         "security": "nothing",
+        "settings": {},
     }
 
     scaled = site.post("/admin/scale", {"prefill": 2})
