@@ -42,14 +42,16 @@ class Claim:
         self.reserved_s = 0.0  # on the request's timeline
         self.asked: tuple[WorkerHandle, ...] = ()  # who is to blame if the current wait fails
         self.has_answered = False  # a token came: whatever ends the attempt now is a failure, no refusal
-        # As they were at the start: a worker may have another role before this attempt is over.
-        self._tenures = {handle: handle.tenure for handle in (prefill, decode) if handle is not None}
+        # A worker may have another role before this attempt is over.
         self._is_colocated = decode is not None and decode.info.role is Role.COLOCATED
         self._num_tokens = request.num_tokens + 1
         self._on_freed = on_freed
+        self._tenures = {
+            handle: handle.take(num_tokens=self._num_tokens)
+            for handle in (prefill, decode)
+            if handle is not None
+        }
         self._holding = list(self._tenures)
-        for handle in self._holding:
-            handle.take(num_tokens=self._num_tokens)
 
     @property
     def path(self) -> str:
@@ -67,7 +69,7 @@ class Claim:
         """Give back the room on the prefill worker: the prompt is computed."""
         if self.prefill in self._holding:
             self._holding.remove(self.prefill)
-            self.prefill.give_back(num_tokens=self._num_tokens)
+            self._give_back(self.prefill)
             self._on_freed()
 
     def close(self) -> None:
@@ -75,5 +77,8 @@ class Claim:
         if self._holding:
             holding, self._holding = self._holding, []
             for handle in holding:
-                handle.give_back(num_tokens=self._num_tokens)
+                self._give_back(handle)
             self._on_freed()
+
+    def _give_back(self, handle: WorkerHandle) -> None:
+        handle.give_back(self._tenures[handle], num_tokens=self._num_tokens)

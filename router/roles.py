@@ -21,6 +21,7 @@ from typing import TypeVar
 from router.config import RouterConfig
 from router.guard import Guard
 from router.metrics import RouterMetrics
+from router.tenure import Tenure
 from router.workers import WorkerHandle, WorkerPool, WorkerState
 from twinpool.core.clock import Clock
 from twinpool.core.errors import DeadlineExceeded, InvalidRequest, ServingError, Unavailable, WorkerLost
@@ -190,7 +191,7 @@ class RoleChanger:
 
     async def _empty(self, handle: WorkerHandle, order: RoleOrder) -> int:
         """Wait until the worker holds nothing; return how many requests had to go on elsewhere."""
-        if await self._is_empty(handle, within_s=order.timeout_s):
+        if await self._is_empty(handle, handle.tenure, within_s=order.timeout_s):
             return 0
         num_running, role = handle.in_flight, handle.info.role
         if num_running and not self._pool.can_answer_with(self._others(handle)):
@@ -200,17 +201,22 @@ class RoleChanger:
             )
         ended = handle.end_tenure()
         settle_s = self._config.role_settle_s
-        if not await self._is_empty(handle, within_s=settle_s):
+        # A client that reads nothing keeps its request in our books, but not on the worker once that is done.
+        if not (
+            await self._is_empty(handle, ended, within_s=settle_s)
+            or _is_clean(await self._ask(handle, handle.ports.worker.audit))
+        ):
             raise Unavailable(
                 f"{order.worker_id} still holds something of its requests {settle_s:g} s after they went "
                 f"elsewhere; it is {role} as before"
             )
         return ended.num_moved
 
-    async def _is_empty(self, handle: WorkerHandle, *, within_s: float) -> bool:
+    async def _is_empty(self, handle: WorkerHandle, tenure: Tenure, *, within_s: float) -> bool:
+        """Wait until our books of a tenure and the worker's own are empty; return whether they are."""
         try:
             with Guard(handle, timeout_s=within_s):
-                while handle.in_flight or not _is_clean(await handle.ports.worker.audit()):  # noqa: ASYNC110
+                while tenure.in_flight or not _is_clean(await handle.ports.worker.audit()):  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_EVERY_S)
         except DeadlineExceeded:
             return False

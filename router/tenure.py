@@ -20,7 +20,7 @@ class Reassigned(WorkerLost):
 
 
 class Tenure:
-    """Fails as its worker does, and when it is over.
+    """Fails as its worker does, and when it is over; has books of its own.
 
     Args:
         worker_id: Whose tenure it is.
@@ -33,12 +33,25 @@ class Tenure:
         self._guards: set[Guard] = set()
         self._is_over = False
         self.num_moved = 0  # attempts that it ended
+        self.in_flight = 0  # requests of this router that have not ended
+        self.in_flight_tokens = 0
 
     def end(self) -> None:
         """Let everything that runs under it go on elsewhere."""
         self._is_over = True
         for guard in list(self._guards):
             guard.trip(Reassigned(self._worker_id, self))
+
+    def take(self, *, num_tokens: int) -> None:
+        """Write down that a request of ``num_tokens`` begins."""
+        self.in_flight += 1
+        self.in_flight_tokens += num_tokens
+
+    def give_back(self, *, num_tokens: int) -> None:
+        """Undo one ``take``; the caller does so exactly once."""
+        assert self.in_flight >= 1 and self.in_flight_tokens >= num_tokens, "more was given back than taken"
+        self.in_flight -= 1
+        self.in_flight_tokens -= num_tokens
 
     def watch(self, guard: Guard) -> None:
         """Trip ``guard`` when the worker is lost or frozen, or this is over.

@@ -81,8 +81,6 @@ class WorkerHandle:
         self.last_heard_s = now_s
         self.num_heard = 0  # heartbeats; a request that failed here waits for the next one
         self.num_changes = 0  # heartbeats and ended requests; a request refused here waits for the next one
-        self.in_flight = 0  # requests of this router that have not ended here
-        self.in_flight_tokens = 0
         self._received: WeakKeyDictionary[WorkerHandle, Exchange] = WeakKeyDictionary()
         self._free_blocks = 0
         self._stalled_after_s = stalled_after_s
@@ -90,12 +88,21 @@ class WorkerHandle:
         self._failure: WorkerLost | None = None
         self._is_gone = False
         self.has_successor = False  # it gave way to a later life of the same worker
-        self.tenure = Tenure(info.worker_id, self)  # what requests here wait on
+        self.tenure = Tenure(info.worker_id, self)  # of its present role
         self.becomes: Role | None = None  # its next role, while it empties for it
 
     @property
     def worker_id(self) -> str:
         return self.info.worker_id
+
+    @property
+    def in_flight(self) -> int:
+        """Requests of this router that have not ended here, but for those that are to go on elsewhere."""
+        return self.tenure.in_flight
+
+    @property
+    def in_flight_tokens(self) -> int:
+        return self.tenure.in_flight_tokens
 
     @property
     def free_blocks(self) -> int:
@@ -150,17 +157,15 @@ class WorkerHandle:
         ended.end()
         return ended
 
-    def take(self, *, num_tokens: int) -> None:
-        """Write down that a request of ``num_tokens`` is about to take room here."""
-        self.in_flight += 1
-        self.in_flight_tokens += num_tokens
+    def take(self, *, num_tokens: int) -> Tenure:
+        """Write down that a request of ``num_tokens`` is about to take room; return what it runs under."""
+        self.tenure.take(num_tokens=num_tokens)
         self._free_blocks -= self.info.layout.num_blocks(num_tokens)
+        return self.tenure
 
-    def give_back(self, *, num_tokens: int) -> None:
-        """Undo one ``take``; the caller does so exactly once."""
-        assert self.in_flight >= 1 and self.in_flight_tokens >= num_tokens, "more was given back than taken"
-        self.in_flight -= 1
-        self.in_flight_tokens -= num_tokens
+    def give_back(self, tenure: Tenure, *, num_tokens: int) -> None:
+        """Undo the ``take`` that returned ``tenure``; the caller does so exactly once."""
+        tenure.give_back(num_tokens=num_tokens)
         self.num_changes += 1
         self._free_blocks += self.info.layout.num_blocks(num_tokens)
 

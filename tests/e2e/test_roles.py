@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from router.config import RouterConfig
+from router.roles import RoleChange, RoleOrder
 from tests.chaos.callers import Ask, Call, Caller
 from tests.checkpoints_toy import make_checkpoint
 from tests.cluster.by_hand import TWINPOOL, ByHand, by_hand
 from tests.patience import until
+from tests.system import system
+from tests.toys import request
+from twinpool.core.clock import SystemClock
 from twinpool.core.errors import InvalidRequest, Unavailable
+from twinpool.core.ports import Role
+from twinpool.core.timeline import RequestTimeline
 
 ASKS = (
     Ask(prompt="tell me a story", max_tokens=300),
@@ -227,6 +236,35 @@ def test_a_worker_joins_a_new_router_in_the_role_that_it_was_given_last(deployme
         change(caller, "decode-1", "decode")
         let_run(caller, load)
     assert roles(caller) == ROLES
+
+
+def test_a_client_that_reads_nothing_keeps_no_worker_from_its_role(tmp_path: Path) -> None:
+    """The engine goes on without it, so the worker empties; what was not read is computed again."""
+    question = request(tuple(range(2, 40)), max_tokens=50, ignore_eos=True)
+
+    async def run() -> None:
+        limits = RouterConfig(role_settle_s=0.5, max_attempts=1)
+        async with system(make_checkpoint(tmp_path, "llama"), prefill=1, decode=2, router=limits) as there:
+            right = [output.token_id for output in await there.answer(question)]
+            timeline = RequestTimeline("slow", SystemClock())
+            async with aclosing(there.router.generate(question, timeline)) as outputs:
+                tokens = [(await anext(outputs)).token_id for _ in range(3)]
+                assert timeline.decode_worker is not None
+                order = RoleOrder(worker_id=timeline.decode_worker, role=Role.PREFILL, timeout_s=0.2)
+                done = await there.router.roles.change(order, on_changed=ignore)
+                assert (done.role, done.num_moved) == (Role.PREFILL, 0)
+                tokens += [output.token_id async for output in outputs]
+            assert tokens == right and len(right) == 50
+            assert [event.detail["reason"] for event in timeline.events if event.name == "retry"] == [
+                "Reassigned"
+            ]
+            assert (await there.settled())["ok"]
+
+    asyncio.run(run())
+
+
+async def ignore(_: RoleChange) -> None:
+    return
 
 
 def meet_long_answers(

@@ -163,14 +163,38 @@ def test_a_client_that_reads_slowly_is_moved_when_it_reads_on() -> None:
                 tokens.append(output.token_id)
                 if len(tokens) == 5:
                     busy = next(h for h in world.pool.handles if h.info.role is DECODE and h.in_flight)
-                    # Its claim ends only when it reads: until then the worker is not empty.
                     changing = asyncio.create_task(change(world, busy.worker_id, PREFILL, timeout_s=1.0))
                     await asyncio.sleep(5.0)
-                    assert not changing.done()
+                    assert not changing.done()  # the toy worker computes a token when it is read
         assert tokens == answer(LONG)
         assert (await changing).num_moved == 1
 
     check(lambda: world_of(prefill=1, decode=2), scenario)
+
+
+def test_a_client_that_reads_nothing_keeps_no_worker_from_its_role() -> None:
+    async def scenario(world: World) -> None:
+        async with aclosing(world.router.generate(LONG, world.timeline(LONG))) as outputs:
+            tokens = [(await anext(outputs)).token_id for _ in range(5)]
+            busy = next(h for h in world.pool.handles if h.info.role is DECODE and h.in_flight)
+            worker = world.workers[busy.worker_id]
+
+            async def finish() -> None:  # as an engine does, whether somebody reads or not
+                reserved, worker.reservations = worker.reservations, {}
+                worker.free_blocks += sum(each.num_blocks for each in reserved.values())
+                worker.num_running = 0
+
+            worker.hooks["audit"] = finish
+            done = await change(world, busy.worker_id, PREFILL, timeout_s=1.0)
+
+            assert (done.role, done.num_moved, busy.in_flight) == (PREFILL, 0, 0)
+            assert done.took_s == pytest.approx(11.0, abs=0.2)
+            worker.num_running = 1  # what its stream gives back when it is closed
+            tokens += [output.token_id async for output in outputs]
+        assert tokens == answer(LONG)
+        assert moves(world) == 1
+
+    check(lambda: world_of(prefill=1, decode=2, role_settle_s=10.0), scenario)
 
 
 def test_if_nobody_else_can_go_on_the_old_role_is_restored() -> None:

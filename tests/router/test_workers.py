@@ -250,7 +250,7 @@ def test_free_blocks_follow_what_was_taken_since_the_last_heartbeat() -> None:
         assert handle is not None
         handle.take(num_tokens=33)
         assert (handle.free_blocks, handle.in_flight, handle.in_flight_tokens) == (29, 1, 33)
-        handle.give_back(num_tokens=33)
+        handle.give_back(handle.tenure, num_tokens=33)
         assert (handle.free_blocks, handle.in_flight, handle.in_flight_tokens) == (32, 0, 0)
 
     in_loop(check)
