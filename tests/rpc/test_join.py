@@ -158,12 +158,49 @@ def test_a_newer_life_of_a_worker_replaces_the_older_which_gives_up() -> None:
                         await asyncio.wait_for(older, 10.0)
                     assert members.log == [
                         ("joined", "decode-0", 7),
-                        ("left", "decode-0", 7),
                         ("joined", "decode-0", 8),
+                        ("left", "decode-0", 7),
                     ]
                     heard = len(members.loads)
                     await eventually(lambda: len(members.loads) > heard)
                     assert not newer.done()
+
+    asyncio.run(run())
+
+
+def test_a_newer_life_that_is_refused_leaves_the_older_in_its_place() -> None:
+    async def run() -> None:
+        members = FakeMembers()
+        async with registry(members) as server:
+            with joining(server.address) as older:
+                await eventually(lambda: len(members.loads) >= 1)
+                members.refuse = True
+                with (
+                    joining(server.address, replace(INFO, generation=8)) as newer,
+                    pytest.raises(LayoutMismatch),
+                ):
+                    await asyncio.wait_for(newer, 10.0)
+                heard = len(members.loads)
+                await eventually(lambda: len(members.loads) > heard)
+                assert members.log == [("joined", "decode-0", 7)]
+                assert not older.done()
+
+    asyncio.run(run())
+
+
+def test_a_life_that_comes_back_ends_its_stay_before() -> None:
+    async def run() -> None:
+        members = FakeMembers()
+        async with registry(members) as server:
+            with joining(server.address):
+                await eventually(lambda: len(members.loads) >= 1)
+                with joining(server.address):
+                    await eventually(lambda: len(members.log) == 3)
+                    assert members.log == [
+                        ("joined", "decode-0", 7),
+                        ("left", "decode-0", 7),
+                        ("joined", "decode-0", 7),
+                    ]
 
     asyncio.run(run())
 

@@ -28,8 +28,8 @@ STOP_GRACE_S = 1.0  # for the workers to take the goodbye
 class Members(Protocol):
     """Who keeps the list of workers.
 
-    For each life of a worker the calls are ``joined``, any number of ``heard``, ``left``; a second
-    life of an id begins after ``left`` of the first.
+    For each life of a worker the calls are ``joined``, any number of ``heard``, ``left``.  A later life of
+    an id joins before ``left`` of the earlier, which gives way to it; one that is refused changes nothing.
     """
 
     def joined(self, info: WorkerInfo) -> None:
@@ -161,19 +161,24 @@ class _Registry(registry_pb2_grpc.RegistryServicer):
                     check_peer_address(endpoint.transport, endpoint.address, self._trust)
 
     def _begin(self, info: WorkerInfo) -> _Life:
-        """Take a worker in; a stay of the same worker that is still open ends before."""
+        """Take a worker in; a stay of the same worker that is still open ends then."""
         earlier = self._lives.get(info.worker_id)
-        if earlier is not None:
-            if info.generation < earlier.info.generation:
-                raise _replaced_by(earlier.info)
-            earlier.ending.set_result(_replaced_by(info))
-            self._end(earlier, f"generation {info.generation} of it joined")
-        if len(self._lives) >= self._config.max_workers:
+        if earlier is not None and info.generation < earlier.info.generation:
+            raise _replaced_by(earlier.info)
+        if earlier is None and len(self._lives) >= self._config.max_workers:
             raise Unavailable(f"{len(self._lives)} workers have joined, more are not taken")
+        if earlier is not None and info.generation == earlier.info.generation:  # it has come back
+            self._replace(earlier, info)
         self._members.joined(info)
+        if earlier is not None and info.generation > earlier.info.generation:
+            self._replace(earlier, info)
         life = _Life(info, asyncio.get_running_loop().create_future())
         self._lives[info.worker_id] = life
         return life
+
+    def _replace(self, earlier: _Life, info: WorkerInfo) -> None:
+        earlier.ending.set_result(_replaced_by(info))
+        self._end(earlier, f"generation {info.generation} of it joined")
 
     async def _listen(self, life: _Life, context: Context) -> None:
         """Pass on every sign of life until the stream ends, or the stay does.
