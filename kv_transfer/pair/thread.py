@@ -53,14 +53,16 @@ class CallThread:
             future, work = call
             try:
                 result, error = work(), None
-            except TransferError as raised:
-                # As new: the frames of its traceback would keep what the call worked with.
-                result, error = None, type(raised)(*raised.args)
             except BaseException as raised:  # noqa: BLE001 - handed to whoever asked for the call
-                result, error = None, raised
+                result, error = None, _fresh(raised)
             with suppress(RuntimeError):  # the loop has ended; nobody waits any more
                 future.get_loop().call_soon_threadsafe(_settle, future, result, error)
             del call, future, work, result, error  # nothing is kept alive until the next call
+
+
+def _fresh(error: BaseException) -> BaseException:
+    """Copy an error that is no bug without its traceback, whose frames keep what the call worked with."""
+    return type(error)(*error.args) if isinstance(error, TransferError) else error
 
 
 def _settle(future: asyncio.Future[_T], result: _T, error: BaseException | None) -> None:
