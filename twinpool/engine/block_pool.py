@@ -90,9 +90,11 @@ class BlockPool:
             self._share(owner, block)
         return Allocation(shared + self._take_empty(owner, num_blocks - len(shared)), len(shared))
 
-    def take_one(self, owner: int) -> int:
-        """Give ``owner`` one more block, an empty one; there must be one."""
-        return self._take_empty(owner, 1)[0]
+    def take_each(self, owners: Sequence[int]) -> list[int]:
+        """Give each of ``owners``, in turn, one more block, an empty one; there must be so many."""
+        blocks = self._empty(len(owners))
+        self._sole.update(zip(blocks, owners, strict=True))
+        return blocks
 
     def publish(self, owner: int, block: int, name: BlockName, *, after: int | None) -> bool:
         """Let others find a block whose content is whole; return whether they can.
@@ -201,6 +203,12 @@ class BlockPool:
 
     def _take_empty(self, owner: int, num_blocks: int) -> list[int]:
         """Give ``owner`` so many blocks that hold nothing; there is room."""
+        blocks = self._empty(num_blocks)
+        self._sole.update(dict.fromkeys(blocks, owner))
+        return blocks
+
+    def _empty(self, num_blocks: int) -> list[int]:
+        """Take so many blocks that hold nothing out of the pool, free ones first; there is room."""
         free = self._free
         blocks = [free.popleft() for _ in range(min(num_blocks, len(free)))]
         for _ in range(num_blocks - len(blocks)):
@@ -209,7 +217,6 @@ class BlockPool:
             self.num_evicted += 1
             blocks.append(block)
         assert self._is_plain(blocks) and self._sole.keys().isdisjoint(blocks), "a block is not empty"
-        self._sole.update(dict.fromkeys(blocks, owner))
         return blocks
 
     def _let_go(self, block: int) -> None:

@@ -8,7 +8,7 @@ thread and no asyncio.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from twinpool.core.clock import Clock
@@ -92,6 +92,11 @@ class Engine:
     def sequences(self) -> tuple[SequenceState, ...]:
         """All that are not FINISHED."""
         return self._scheduler.sequences
+
+    @property
+    def decoding(self) -> Sequence[SequenceState]:
+        """Those that get a token a step, oldest first; to read, until the next call."""
+        return self._scheduler.decoding
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -188,7 +193,7 @@ class Engine:
             return StepResult(failed=expired)
         result = self._scheduler.commit(plan, self._run(plan, on_written))
         self._scheduler.counters["steps"] += 1
-        return StepResult(outputs=result.outputs, failed=expired + result.failed, num_items=result.num_items)
+        return result._replace(failed=expired + result.failed) if expired else result
 
     @property
     def next_deadline_s(self) -> float:
@@ -201,6 +206,10 @@ class Engine:
         It stays so, less what was booked, until something else of the engine is called.
         """
         return self._scheduler.steady_steps()
+
+    def blocks_ahead(self, num_steps: int) -> int:
+        """Return how many blocks so many steady steps take."""
+        return self._scheduler.blocks_ahead(num_steps)
 
     def decode_ahead(self, num_steps: int, token_id: int) -> tuple[SequenceState, ...]:
         """Leave everything as ``num_steps`` calls of ``step`` would in which the runner chose ``token_id``.

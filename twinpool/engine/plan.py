@@ -59,8 +59,7 @@ class Work(NamedTuple):
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueView:
+class QueueView(NamedTuple):
     """What a policy may look at; each sequence is in one of the three, oldest first."""
 
     now_s: float

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
 from twinpool.core.errors import DeadlineExceeded, InternalError, NoFreeBlocks, ServingError
 from twinpool.core.ports import BlockCounts
@@ -37,8 +38,7 @@ from twinpool.engine.steady import Change, events_ahead, num_growths
 OVERTAKING_S = 2.0  # how long younger sequences may start before one that found no room
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What one step did: the tokens it gave, the sequences it ended with an error, the items it ran."""
 
     outputs: tuple[tuple[SequenceState, TokenOutput], ...] = ()
@@ -81,6 +81,11 @@ class Scheduler:
     def sequences(self) -> tuple[SequenceState, ...]:
         """All that are not FINISHED."""
         return tuple(self._live.values())
+
+    @property
+    def decoding(self) -> Sequence[SequenceState]:
+        """Those that get a token a step, oldest first; to read, until the next call."""
+        return self._decoding.sequences
 
     @property
     def num_sequences(self) -> int:
@@ -161,9 +166,9 @@ class Scheduler:
         """Choose the next step's batch and give it blocks; empty if nothing can run now."""
         view = QueueView(
             now_s=now_s,
-            waiting=tuple(self._waiting),
-            prefilling=tuple(self._prefilling),
-            decoding=tuple(self._decoding),
+            waiting=tuple(self._waiting.sequences),
+            prefilling=tuple(self._prefilling.sequences),
+            decoding=tuple(self._decoding.sequences),
         )
         batch = _Batch(tokens_left=self._config.max_batch_tokens)
         for work in self._policy.candidates(view):
@@ -213,14 +218,12 @@ class Scheduler:
             return 0
         if len(self._prefilling) or (len(self._waiting) and num_decoding < self._config.max_sequences):
             return 0
-        sequences = self._decoding.sequences
-        steps = min([sequence.num_tokens_left for sequence in sequences])
+        steps = min([sequence.most_tokens - len(sequence.token_ids) for sequence in self._decoding.sequences])
         room = self.pool.num_available
-
-        def needed(num_steps: int) -> int:
-            return num_growths(sequences, num_steps, block_tokens=self._config.block_tokens)
-
-        return steps if needed(steps) <= room else bisect_right(range(1, steps), room, key=needed)
+        most = num_decoding * (steps // self._config.block_tokens + 1)
+        if most <= room or self.blocks_ahead(steps) <= room:
+            return steps
+        return bisect_right(range(1, steps), room, key=self.blocks_ahead)
 
     def decode_ahead(self, num_steps: int, token_id: int) -> tuple[SequenceState, ...]:
         """Book steady steps at once, each of which gave every decoding sequence ``token_id``.
@@ -234,12 +237,58 @@ class Scheduler:
         Returns:
             The sequences that ended by their length.
         """
-        sequences = tuple(self._decoding)
+        sequences = tuple(self._decoding.sequences)
+        ended = (
+            self._publish_ahead(sequences, num_steps, token_id)
+            if self._config.prefix_cache
+            else self._lengthen_ahead(sequences, num_steps, token_id)
+        )
+        self.counters["decoded_tokens"] += num_steps * len(sequences)
+        self.counters["generated_tokens"] += num_steps * len(sequences)
+        if ended:
+            self.counters[f"finished_{FinishReason.LENGTH}"] += len(ended)
+        return tuple(ended)
+
+    def blocks_ahead(self, num_steps: int) -> int:
+        """Return how many blocks so many steady steps take."""
+        return num_growths(self._decoding.sequences, num_steps, block_tokens=self._config.block_tokens)
+
+    def _admit(self, sequence: SequenceState) -> None:
+        assert sequence.number not in self._live, f"sequence {sequence.number} is already here"
+        self._live[sequence.number] = sequence
+        self._next_deadline_s = min(self._next_deadline_s, sequence.deadline_s)
+
+    def _lengthen_ahead(
+        self, sequences: Sequence[SequenceState], num_steps: int, token_id: int
+    ) -> list[SequenceState]:
+        """Book steady steps where nothing is published; return who ended."""
+        block_tokens = self._config.block_tokens
+        token_ids = [token_id] * num_steps
+        growths: list[tuple[int, int]] = []
+        ended: list[SequenceState] = []
+        for place, sequence in enumerate(sequences):
+            known = len(sequence.token_ids)
+            for step in range(len(sequence.blocks) * block_tokens - known + 1, num_steps, block_tokens):
+                growths.append((step, place))
+            sequence.token_ids += token_ids
+            sequence.num_computed_tokens += num_steps
+            if known + num_steps == sequence.most_tokens:
+                ended.append(sequence)
+        if growths:
+            growths.sort()
+            self._blocks.grow(*[sequences[place] for _, place in growths])
+        for sequence in ended:
+            self.end(sequence)
+        return ended
+
+    def _publish_ahead(
+        self, sequences: Sequence[SequenceState], num_steps: int, token_id: int
+    ) -> list[SequenceState]:
+        """Book steady steps in which full blocks are published; return who ended."""
         known = [len(sequence.token_ids) for sequence in sequences]
         ended: list[SequenceState] = []
-        for step, _, place, change in events_ahead(
-            sequences, num_steps, block_tokens=self._config.block_tokens
-        ):
+        events = events_ahead(sequences, num_steps, block_tokens=self._config.block_tokens)
+        for step, _, place, change in events:
             sequence = sequences[place]
             if change is Change.GROW:
                 self._blocks.grow(sequence)
@@ -249,19 +298,11 @@ class Scheduler:
             else:
                 ended.append(sequence)
                 sequence.lengthen(known[place] + num_steps, token_id, num_computed=known[place] + step)
-                self.counters[f"finished_{FinishReason.LENGTH}"] += 1
                 self.end(sequence)
         for sequence, num_known in zip(sequences, known, strict=True):
             num_tokens = num_known + num_steps
             sequence.lengthen(num_tokens, token_id, num_computed=num_tokens - 1)
-        self.counters["decoded_tokens"] += num_steps * len(sequences)
-        self.counters["generated_tokens"] += num_steps * len(sequences)
-        return tuple(ended)
-
-    def _admit(self, sequence: SequenceState) -> None:
-        assert sequence.number not in self._live, f"sequence {sequence.number} is already here"
-        self._live[sequence.number] = sequence
-        self._next_deadline_s = min(self._next_deadline_s, sequence.deadline_s)
+        return ended
 
     def _leave_line(self, sequence: SequenceState) -> None:
         line = self._lines.get(sequence.status)

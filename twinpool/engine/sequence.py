@@ -74,6 +74,7 @@ class SequenceState:
     has_destination: bool = False
     status: SequenceStatus = SequenceStatus.WAITING
     token_ids: list[int] = field(init=False)
+    most_tokens: int = field(init=False)  # prompt and answer together, if nothing ends it before
     num_computed_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
     block_names: list[BlockName] = field(default_factory=list)
@@ -85,7 +86,9 @@ class SequenceState:
     blocked_since_s: float | None = None
 
     def __post_init__(self) -> None:
-        self.token_ids = [*self.request.prompt_ids, *self.request.output_ids]
+        request = self.request
+        self.token_ids = [*request.prompt_ids, *request.output_ids]
+        self.most_tokens = request.max_total_tokens + 1
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -103,7 +106,7 @@ class SequenceState:
     @property
     def num_tokens_left(self) -> int:
         """Tokens of the answer that may still be chosen."""
-        return self.request.max_total_tokens + 1 - len(self.token_ids)
+        return self.most_tokens - len(self.token_ids)
 
     @property
     def deadline_s(self) -> float:
@@ -114,7 +117,7 @@ class SequenceState:
         """Tokens it needs room for at its start: the known ones, and the next unless it decodes elsewhere."""
         if self.has_destination:
             return len(self.token_ids)
-        return min(len(self.token_ids) + 1, self.request.max_total_tokens)
+        return min(len(self.token_ids) + 1, self.most_tokens - 1)
 
     @property
     def is_under_transfer(self) -> bool:

@@ -69,9 +69,11 @@ class SequenceBlocks:
             self._counters["prefix_hit_tokens"] += num_cached
         self._counters["evicted_blocks"] = self.pool.num_evicted
 
-    def grow(self, sequence: SequenceState) -> None:
-        """Give a decoding sequence one more block; there must be one."""
-        sequence.blocks.append(self.pool.take_one(sequence.number))
+    def grow(self, *sequences: SequenceState) -> None:
+        """Give each decoding sequence, in turn, one more block; there must be so many."""
+        blocks = self.pool.take_each([sequence.number for sequence in sequences])
+        for sequence, block in zip(sequences, blocks, strict=True):
+            sequence.blocks.append(block)
         self._counters["evicted_blocks"] = self.pool.num_evicted
 
     def publish(self, sequence: SequenceState) -> None:

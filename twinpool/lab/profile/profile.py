@@ -1,0 +1,135 @@
+"""A hardware profile: how long one worker's steps take, how much KV it holds, and who says so.
+
+A profile is a YAML file; those that ship lie in ``data``.  Knows no simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from twinpool.core.config import bind, load_yaml
+from twinpool.core.errors import ConfigError
+from twinpool.core.layout import KVLayout
+from twinpool.lab.profile.batch_tokens import BatchTokens
+from twinpool.lab.profile.cost import CostModel
+from twinpool.lab.profile.measured import Measured
+from twinpool.lab.profile.polynomial import Polynomial
+
+_SHIPPED = Path(__file__).parent / "data"
+_LINKS = "links.yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What a transfer and a cache must know of a model."""
+
+    name: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_tokens: int  # prompt and answer together
+    dtype: str = "bfloat16"  # of the KV
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A way between two workers: a transfer takes ``latency_s`` and its bytes at ``bytes_s``."""
+
+    latency_s: float
+    bytes_s: float  # each way
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.bytes_s <= 0.0:
+            raise ConfigError("link.bytes_s", f"{self.bytes_s} is not above 0")
+        if self.latency_s < 0.0:
+            raise ConfigError("link.latency_s", f"{self.latency_s} is less than 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """One worker: a model on a number of devices.
+
+    Attributes:
+        source: Where the times come from: who measured, when, with which software; its licence.
+        kv_cache_bytes: Of all ranks together.
+        measured, polynomial, batch_tokens: The times; one of the three.
+        transfers: By transport, as measured with this worker.
+    """
+
+    name: str
+    source: str
+    hardware: str
+    engine: str  # the software that was measured, with its version
+    model: ModelShape
+    tp: int = 1  # ranks of the worker, one device each
+    kv_cache_bytes: int
+    kv_cache_source: str = ""
+    measured: Measured | None = None
+    polynomial: Polynomial | None = None
+    batch_tokens: BatchTokens | None = None
+    transfers: Mapping[str, Link] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self._times()) != 1:
+            raise ConfigError("profile", "has not one of measured, polynomial, batch_tokens")
+        if self.kv_cache_bytes < 1:
+            raise ConfigError("kv_cache_bytes", f"{self.kv_cache_bytes} is less than 1")
+
+    def cost_model(self) -> CostModel:
+        """Return the times of any step."""
+        return self._times()[0].cost_model()
+
+    def layout(self, *, block_tokens: int) -> KVLayout:
+        """Return the layout of the worker's KV cache."""
+        model = self.model
+        return KVLayout(
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            block_tokens=block_tokens,
+            dtype=model.dtype,
+            tp_size=self.tp,
+        )
+
+    def num_blocks(self, *, block_tokens: int) -> int:
+        """Return how many blocks the cache has: each rank keeps its heads of every block.
+
+        Raises:
+            ConfigError: Not one.
+        """
+        layout = self.layout(block_tokens=block_tokens)
+        num_blocks = self.kv_cache_bytes // (layout.rank_block_bytes * self.tp)
+        if not num_blocks:
+            raise ConfigError("kv_cache_bytes", f"{self.kv_cache_bytes} holds no block of {block_tokens}")
+        return num_blocks
+
+    def _times(self) -> list[Measured | Polynomial | BatchTokens]:
+        return [times for times in (self.measured, self.polynomial, self.batch_tokens) if times is not None]
+
+
+def profile_names() -> tuple[str, ...]:
+    """Return the names of the profiles that ship, sorted."""
+    return tuple(sorted(path.stem for path in _SHIPPED.glob("*.yaml") if path.name != _LINKS))
+
+
+def load_profile(name: str) -> Profile:
+    """Read a profile that ships, by its name, or any other, by its path.
+
+    Raises:
+        ConfigError: There is none, or it is not right.
+    """
+    if name.endswith((".yaml", ".yml")):
+        return bind(Profile, load_yaml(Path(name)))
+    if name not in profile_names():
+        raise ConfigError(
+            "profile", f"{name} is no path to a .yaml file and none of {', '.join(profile_names())}"
+        )
+    return bind(Profile, load_yaml(_SHIPPED / f"{name}.yaml"))
+
+
+def load_links() -> Mapping[str, Link]:
+    """Return the links that ship, by name."""
+    return {name: bind(Link, given, name) for name, given in load_yaml(_SHIPPED / _LINKS).items()}

@@ -1,0 +1,167 @@
+"""What is simulated: the pools, the way between them, and what happens to workers on the way."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from router.config import RouterConfig
+from twinpool.core.errors import ConfigError
+from twinpool.core.ports import Role
+from twinpool.engine.config import EngineConfig
+from twinpool.lab.profile.profile import Link, load_links
+
+
+class Overlap(StrEnum):
+    """When the KV of a prompt may leave."""
+
+    LAYERS = "layers"  # each layer of each step once it is computed: what Twinpool does
+    STEPS = "steps"  # what a step computed, after the step
+    NONE = "none"  # all of it after the whole prompt
+
+
+class Emulate(StrEnum):
+    """A public simulator whose known mistakes are made too, to compare with its results."""
+
+    SPLITWISE_SIM = (
+        "splitwise_sim"  # transfers never share a link; decodes in a step of prompts cost 10 % of it
+    )
+    SIMDISTSERVE = "simdistserve"  # transfers take no time; one decode step too many; fixed cost of each step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """Equal workers of one role.
+
+    Attributes:
+        profile: The name of one that ships, or a path to a YAML file.
+        kv_cache_bytes: Instead of what the profile says; 0 takes that.
+    """
+
+    role: Role
+    workers: int
+    profile: str
+    kv_cache_bytes: int = 0
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ConfigError("pools.workers", f"{self.workers} is less than 1")
+        if self.kv_cache_bytes < 0:
+            raise ConfigError("pools.kv_cache_bytes", f"{self.kv_cache_bytes} is less than 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """How KV goes from worker to worker.
+
+    Each worker has one network link, in and out apart, which its transfers share.
+
+    Attributes:
+        link: The name of one that ships; ``latency_s`` and ``bytes_s`` count instead where they are given.
+        compact: KV travels as int8 with scales.
+    """
+
+    link: str = "ib_ndr_400g"
+    bytes_s: float = 0.0
+    latency_s: float = -1.0
+    overlap: Overlap = Overlap.LAYERS
+    compact: bool = False
+
+    def resolve(self) -> Link:
+        """Return the link.
+
+        Raises:
+            ConfigError: There is no such link.
+        """
+        known = load_links()
+        if self.link not in known:
+            raise ConfigError("transfer.link", f"{self.link} is none of {', '.join(known)}")
+        link = known[self.link]
+        return Link(
+            latency_s=link.latency_s if self.latency_s < 0.0 else self.latency_s,
+            bytes_s=self.bytes_s or link.bytes_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleChange:
+    """From a moment on a worker takes nothing new, and once it is empty it has another role."""
+
+    at_s: float
+    worker: str  # role and number, as in decode-0
+    role: Role
+    timeout_s: float = 30.0  # then what still runs there goes on elsewhere
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """A worker dies; its successor, with an empty cache, joins ``back_after_s`` later, or never."""
+
+    at_s: float
+    worker: str
+    back_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationConfig:
+    """A deployment to simulate.
+
+    Attributes:
+        hop_s: From the router to a worker, and back, each.
+        max_model_tokens: Instead of the model's own limit; 0 keeps that.
+    """
+
+    pools: tuple[Pool, ...]
+    router: RouterConfig = field(default_factory=RouterConfig)
+    transfer: Transfer = field(default_factory=Transfer)
+    hop_s: float = 0.0
+    max_model_tokens: int = 0
+    role_changes: tuple[RoleChange, ...] = ()
+    losses: tuple[Loss, ...] = ()
+    emulate: Emulate | None = None
+
+    def __post_init__(self) -> None:
+        if not self.pools:
+            raise ConfigError("pools", "are missing")
+        roles = {pool.role for pool in self.pools}
+        if Role.COLOCATED not in roles and Role.DECODE not in roles:
+            raise ConfigError("pools", "nobody decodes")
+        if self.hop_s < 0.0:
+            raise ConfigError("hop_s", f"{self.hop_s} is less than 0")
+        names = set(self.worker_ids())
+        events: list[tuple[str, RoleChange | Loss]] = []
+        events += [(f"role_changes[{number}]", change) for number, change in enumerate(self.role_changes)]
+        events += [(f"losses[{number}]", loss) for number, loss in enumerate(self.losses)]
+        for path, event in events:
+            if event.worker not in names:
+                raise ConfigError(f"{path}.worker", f"{event.worker} is none of {', '.join(sorted(names))}")
+            if event.at_s < 0.0:
+                raise ConfigError(f"{path}.at_s", f"{event.at_s} is less than 0")
+
+    def worker_ids(self) -> list[str]:
+        """List the workers, pool by pool: role and number within the role."""
+        counts: dict[Role, int] = {}
+        names = []
+        for pool in self.pools:
+            first = counts.get(pool.role, 0)
+            names += [f"{pool.role}-{first + number}" for number in range(pool.workers)]
+            counts[pool.role] = first + pool.workers
+        return names
+
+
+_ROLES = {"P": Role.PREFILL, "D": Role.DECODE, "C": Role.COLOCATED}
+_LAYOUT = re.compile(r"(\d+)([PDC])", re.ASCII)
+
+
+def parse_layout(text: str) -> list[tuple[Role, int]]:
+    """Read ``2P1D``, ``3C`` or ``1P1D1C``: how many workers of each role.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    parts = _LAYOUT.findall(text.upper())
+    if not parts or "".join(count + role for count, role in parts) != text.upper():
+        raise ConfigError("--layout", f"{text!r} is no layout such as 2P1D or 3C")
+    return [(_ROLES[role], int(count)) for count, role in parts]

@@ -1,0 +1,62 @@
+"""A link that several transfers share: bytes queue, whoever sends them, and leave in the order they came.
+
+Bytes come at once, as a finished layer does, or evenly over a while, as the layers of a running step do.  The
+queue is worked out exactly between two events, with no event of its own per layer: with ``L`` layers of ``b``
+bytes every ``c`` seconds from ``start + c`` on, the first ``L - 1`` are taken as an even flow and the last as
+one piece, which gives the same departure as ``L`` pieces: the last byte leaves
+``b / rate + max(0, (L - 1) * (b / rate - c))`` after the step if nothing else is on the link.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+
+class SharedLink:
+    """One direction of one worker's network.
+
+    Args:
+        bytes_s: What leaves in a second.
+
+    Attributes:
+        num_bytes: That came so far.
+    """
+
+    def __init__(self, bytes_s: float) -> None:
+        assert bytes_s > 0.0, "a link carries nothing"
+        self.num_bytes = 0.0
+        self._bytes_s = bytes_s
+        self._queued = 0.0  # at _at_s
+        self._at_s = 0.0
+        self._inflow = 0.0  # bytes a second
+        self._num_flows = 0
+        self._changes: list[tuple[float, float]] = []  # (when, change of _inflow), those to come
+
+    def flow(self, num_bytes: float, *, start_s: float, end_s: float) -> None:
+        """Let bytes come evenly from ``start_s`` to ``end_s``, which is later; neither has passed."""
+        self.num_bytes += num_bytes
+        inflow = num_bytes / (end_s - start_s)
+        heappush(self._changes, (start_s, inflow))
+        heappush(self._changes, (end_s, -inflow))
+
+    def burst(self, num_bytes: float, *, now_s: float) -> float:
+        """Let bytes come at once; return when the last of them will have left."""
+        self._advance(now_s)
+        self.num_bytes += num_bytes
+        self._queued += num_bytes
+        return now_s + self._queued / self._bytes_s
+
+    def _advance(self, now_s: float) -> None:
+        while self._changes and self._changes[0][0] <= now_s:
+            at_s, change = heappop(self._changes)
+            self._drift(at_s)
+            self._inflow += change
+            self._num_flows += (change > 0.0) - (change < 0.0)
+            if not self._num_flows:
+                self._inflow = 0.0  # what rounding left
+        self._drift(now_s)
+
+    def _drift(self, to_s: float) -> None:
+        if to_s > self._at_s:
+            self._queued = max(0.0, self._queued + (self._inflow - self._bytes_s) * (to_s - self._at_s))
+            self._at_s = to_s

@@ -1,0 +1,45 @@
+"""What is to happen when, and the clock that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+Action = Callable[[], None]
+
+
+class Timetable:
+    """Events in order of their time; those of one moment in the order in which they were entered.
+
+    Implements ``core.clock.Clock``: it is the time of the event that happens now.
+    """
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._events: list[tuple[float, bool, int, Action]] = []
+        self._num_entered = 0
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def at(self, time_s: float, action: Action) -> None:
+        """Let ``action`` happen at ``time_s``, which has not passed."""
+        self._enter(time_s, False, action)
+
+    def last_now(self, action: Action) -> None:
+        """Let ``action`` happen after all else of this moment."""
+        self._enter(self._now_s, True, action)
+
+    def next(self) -> bool:
+        """Let the next event happen; return whether there was one."""
+        if not self._events:
+            return False
+        time_s, _, _, action = heappop(self._events)
+        self._now_s = time_s
+        action()
+        return True
+
+    def _enter(self, time_s: float, is_last: bool, action: Action) -> None:
+        assert time_s >= self._now_s, f"{time_s} has passed, it is {self._now_s}"
+        self._num_entered += 1
+        heappush(self._events, (time_s, is_last, self._num_entered, action))

@@ -1,0 +1,439 @@
+"""A worker under virtual time: the live engine, told when each of its steps ends.
+
+As in the live worker's thread, a step that runs is not disturbed: what comes meanwhile is obeyed between two
+steps.  Steps that only give each decoding sequence a token are not made one by one: the engine says how many
+follow each other (``Engine.steady_steps``), the cost model on which line their times lie, and they are booked
+together (``Engine.decode_ahead``) once something happens.
+
+    idle --post--> turn --> step ---ends---> commands, turn
+                      `---> run of steady steps --ends, or is cut after the step that runs--> commands, turn
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf, sqrt
+from typing import Protocol
+
+from twinpool.core.errors import ServingError
+from twinpool.core.ports import WorkerInfo, WorkerLoad
+from twinpool.core.request import TokenOutput
+from twinpool.engine.engine import Engine
+from twinpool.engine.scheduler import StepResult
+from twinpool.engine.sequence import SequenceState
+from twinpool.lab.profile.cost import CostModel
+from twinpool.lab.simulate.cost_runner import TOKEN, CostRunner, Prompt
+from twinpool.lab.simulate.link import SharedLink
+from twinpool.lab.simulate.timetable import Timetable
+from twinpool.lab.simulate.token_times import TokenTimes
+
+Command = Callable[[], None]
+
+
+class Client(Protocol):
+    """Who wants to know what becomes of one sequence."""
+
+    times: TokenTimes
+
+    def computes(self, prompt: Prompt, *, start_s: float, end_s: float) -> None:
+        """A step that computes a part of its prompt has begun."""
+        ...
+
+    def computed(self, prompt: Prompt) -> None:
+        """That step has ended."""
+        ...
+
+    def gave(self, output: TokenOutput) -> None:
+        """It has a token now, out of a step that was not steady."""
+        ...
+
+    def ended(self) -> None:
+        """Its last token came."""
+        ...
+
+    def failed(self, error: ServingError) -> None:
+        """The engine gave it up."""
+        ...
+
+
+class SimulatedWorker:
+    """One life of one worker.
+
+    Args:
+        info: What it says of itself when it joins.
+        engine: Its engine, over ``runner``.
+        runner: Tells the time of each step.
+        cost: The same times, of steady steps.
+        bytes_s: Of its network, each way.
+        shares_prefixes: Whether the engine looks for them.
+        timetable: Of the simulation.
+
+    Attributes:
+        busy_s: Time in steps.
+        kv_bytes_in, kv_bytes_out: KV that came and left.
+    """
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        engine: Engine,
+        *,
+        runner: CostRunner,
+        cost: CostModel,
+        bytes_s: float,
+        shares_prefixes: bool,
+        timetable: Timetable,
+    ) -> None:
+        self.info = info
+        self.engine = engine
+        self.link_in = SharedLink(bytes_s)
+        self.link_out = SharedLink(bytes_s)
+        self.busy_s = 0.0
+        self.kv_bytes_in = 0
+        self.kv_bytes_out = 0
+        self.is_lost = False
+        self.has_changed = True  # since the last heartbeat
+        self._runner = runner
+        self._cost = cost
+        self._shares = shares_prefixes
+        self._timetable = timetable
+        self._clients: dict[int, Client] = {}  # by number of the sequence
+        self._commands: list[Command] = []
+        self._is_turn_due = False
+        self._step: StepResult | None = None
+        self._load = WorkerLoad()
+        self._run: _Run | None = None
+        self._gaps: list[float] = []  # how long each step took, of those that somebody still asks for
+        self._first_gap = 0  # number of the step of _gaps[0]
+        self._ended_s = 0.0  # when the latest step ended, or the first in the streak joined
+        self._looks_s = inf  # when it will look at deadlines
+        self._in_streak: dict[Client, None] = {}  # those with a token from every step since they joined
+
+    def post(self, command: Command) -> None:
+        """Obey ``command`` as soon as no step runs; a lost worker obeys nothing."""
+        if self.is_lost:
+            return
+        if self._run is not None:
+            self._settle()
+            self._cut()
+        if self._step is None and self._run is None:
+            command()
+            self._turn_soon()
+        else:
+            self._commands.append(command)
+
+    def post_reservation(self, command: Command, *, num_tokens: int) -> None:
+        """As ``post``, of a command that takes room for ``num_tokens`` and does nothing else.
+
+        Steady steps go on beside it, if there is room for both: what they take, and when, stays the same.
+        """
+        run = self._run
+        if run is None or self.is_lost or not self._has_room_beside(run, num_tokens):
+            self.post(command)
+            return
+        now_s = self._timetable.now_s()
+        ended = run.steps_until(now_s)
+        if ended + 1 >= run.num_steps:
+            self.post(command)
+        elif ended and run.at_s(ended) == now_s:
+            command()
+        else:
+            self._timetable.at(run.at_s(ended + 1), lambda: self._obey_beside(run, command, num_tokens))
+
+    def _obey_beside(self, run: _Run, command: Command, num_tokens: int) -> None:
+        if self._run is run and not self.is_lost and self._has_room_beside(run, num_tokens):
+            command()
+        else:
+            self.post(command)
+
+    def _has_room_beside(self, run: _Run, num_tokens: int) -> bool:
+        block_tokens = self.info.layout.block_tokens
+        taken = run.num_decoding * ((run.num_steps - run.num_booked) // block_tokens + 1)
+        return not self._shares and self.engine.num_free_blocks - taken > num_tokens // block_tokens + 1
+
+    def watch(self, sequence: SequenceState, client: Client) -> None:
+        """Tell ``client`` what becomes of ``sequence``."""
+        self._clients[sequence.number] = client
+
+    def forget(self, sequence: SequenceState) -> None:
+        """Tell nobody any more."""
+        client = self._clients.pop(sequence.number, None)
+        if client is not None and client in self._in_streak:
+            del self._in_streak[client]
+            client.times.leave(self._gaps, self._first_gap)
+
+    def decodes(self, client: Client) -> None:
+        """Count the tokens of ``client`` from the next step on: its sequence is one of those that decode."""
+        if not self._in_streak:
+            self._ended_s = self._timetable.now_s()
+        client.times.join(self._timetable.now_s(), self._first_gap + len(self._gaps))
+        self._in_streak[client] = None
+
+    def load(self) -> WorkerLoad:
+        """Return what a heartbeat says now."""
+        engine, run = self.engine, self._run
+        num_taken = 0
+        if self._step is not None:
+            return self._load
+        if run is not None:
+            ended = run.steps_until(self._timetable.now_s())
+            if self._shares or ended == run.num_steps:
+                self._settle()
+            elif ended > run.num_booked:
+                num_taken = engine.blocks_ahead(ended - run.num_booked)
+        self.has_changed = self._run is not None
+        return self._say(num_taken)
+
+    def _say(self, num_taken: int) -> WorkerLoad:
+        engine = self.engine
+        return WorkerLoad(
+            running=engine.num_sequences - engine.num_waiting,
+            queued=engine.num_waiting,
+            free_blocks=engine.num_free_blocks - num_taken,
+        )
+
+    def lose(self) -> None:
+        """Die: nothing it does counts any more."""
+        if self._run is not None:
+            self._settle()
+        self.is_lost = True
+        for client in self._in_streak:
+            client.times.leave(self._gaps, self._first_gap)
+        self._in_streak.clear()
+        self._clients.clear()
+        self._commands.clear()
+        self._step = self._run = None
+
+    # One turn of the engine's thread.
+
+    def _turn_soon(self) -> None:
+        self.has_changed = True
+        if not self._is_turn_due:
+            self._is_turn_due = True
+            self._timetable.last_now(self._turn)
+
+    def _turn(self) -> None:
+        self._is_turn_due = False
+        if self.is_lost or self._step is not None or self._run is not None:
+            return
+        now_s = self._timetable.now_s()
+        num_steps = self.engine.steady_steps()
+        if num_steps and now_s < self.engine.next_deadline_s:
+            self._begin_run(num_steps, now_s)
+            return
+        self._load = self._say(0)  # it stays so until the step has ended
+        result = self.engine.step()
+        if not result.num_items:
+            self._tell_failures(result)
+            self._wait_for_deadline()
+            return
+        end_s = now_s + self._runner.step_s
+        self._step = result
+        self.busy_s += self._runner.step_s
+        for prompt in self._runner.prompts:
+            client = self._clients.get(_number(prompt))
+            if client is not None:
+                client.computes(prompt, start_s=now_s, end_s=end_s)
+        self._timetable.at(end_s, self._end_step)
+
+    def _end_step(self) -> None:
+        result, self._step = self._step, None
+        if result is None:  # lost meanwhile
+            return
+        prompts = self._runner.prompts
+        now_s = self._timetable.now_s()
+        self._gaps.append(now_s - self._ended_s if self._in_streak else self._runner.step_s)
+        self._ended_s = now_s
+        self._note_misses(result)
+        for prompt in prompts:
+            client = self._clients.get(_number(prompt))
+            if client is not None:
+                client.computed(prompt)
+        for sequence, output in result.outputs:
+            client = self._clients.get(sequence.number)
+            if client is None:
+                continue
+            if output.finish is not None:
+                self._end(sequence, client, output)
+            else:
+                self._give(sequence, client, output)
+        self._tell_failures(result)
+        self._obey()
+
+    def _give(self, sequence: SequenceState, client: Client, output: TokenOutput) -> None:
+        if client in self._in_streak:
+            return
+        client.times.add(self._timetable.now_s())
+        if not sequence.has_destination:
+            self.decodes(client)
+        client.gave(output)
+
+    def _end(self, sequence: SequenceState, client: Client, output: TokenOutput | None) -> None:
+        """Close the times of an answer whose last token came with the step that just ended."""
+        is_joined = client.times.is_joined
+        self.forget(sequence)
+        if not is_joined:
+            client.times.add(self._timetable.now_s())
+            if output is not None:
+                client.gave(output)
+        client.ended()
+
+    def _note_misses(self, result: StepResult) -> None:
+        """Let those leave the streak that decode and got no token from the step that just ended."""
+        if not self._in_streak:
+            return
+        served = {self._clients.get(sequence.number) for sequence, _ in result.outputs}
+        for client in [client for client in self._in_streak if client not in served]:
+            del self._in_streak[client]
+            client.times.leave(self._gaps[:-1], self._first_gap)
+
+    def _tell_failures(self, result: StepResult) -> None:
+        for sequence, error in result.failed:
+            client = self._clients.get(sequence.number)
+            if client is not None:
+                self.forget(sequence)
+                client.failed(error)
+
+    def _wait_for_deadline(self) -> None:
+        """An engine that has nothing to run still looks at deadlines."""
+        deadline_s = self.engine.next_deadline_s
+        if self.engine.num_sequences and self._timetable.now_s() < deadline_s < self._looks_s:
+            self._looks_s = deadline_s
+            self._timetable.at(deadline_s, self._look)
+
+    def _look(self) -> None:
+        self._looks_s = inf
+        self._turn()
+
+    def _obey(self) -> None:
+        commands, self._commands = self._commands, []
+        for command in commands:
+            command()
+        self._trim()
+        self._turn_soon()
+
+    def _trim(self) -> None:
+        """Forget the steps that nobody asks for any more."""
+        if len(self._gaps) > 4096:
+            last = self._first_gap + len(self._gaps)
+            first = min((client.times.joined_at for client in self._in_streak), default=last)
+            del self._gaps[: first - self._first_gap]
+            self._first_gap = first
+
+    # Steady steps.
+
+    def _begin_run(self, num_steps: int, now_s: float) -> None:
+        decoding = self.engine.decoding
+        if len(self._in_streak) != len(decoding):
+            for sequence in decoding:
+                client = self._clients.get(sequence.number)
+                if client is not None and client not in self._in_streak:
+                    self.decodes(client)
+        context_tokens = sum([len(sequence.token_ids) for sequence in decoding])
+        line = self._cost.decode_line(len(decoding), context_tokens)
+        room = line.up_to_tokens - context_tokens
+        if room < num_steps * len(decoding):
+            num_steps = max(1, int(room // len(decoding)))
+        run = _Run(
+            now_s,
+            line.base_s + line.per_token_s * context_tokens,
+            line.per_token_s * len(decoding),
+            num_steps,
+            len(decoding),
+        )
+        if run.end_s > self.engine.next_deadline_s:
+            run.num_steps = max(1, min(num_steps, run.steps_until(self.engine.next_deadline_s) + 1))
+        self._run = run
+        self._timetable.at(run.end_s, lambda: self._end_run(run))
+
+    def _settle(self) -> None:
+        """Book the steps of the run that have ended by now."""
+        run = self._run
+        assert run is not None, "nothing runs"
+        done = run.steps_until(self._timetable.now_s())
+        num_new = done - run.num_booked
+        if num_new <= 0:
+            return
+        gaps = run.gaps(done)
+        gaps[0] += run.at_s(run.num_booked) - self._ended_s
+        self._ended_s = run.at_s(done)
+        self._gaps += gaps
+        self.busy_s += run.at_s(done) - run.at_s(run.num_booked)
+        run.num_booked = done
+        if done == run.num_steps:
+            self._run = None
+        for sequence in self.engine.decode_ahead(num_new, TOKEN):
+            client = self._clients.get(sequence.number)
+            if client is not None:
+                self._end(sequence, client, None)
+        if done == run.num_steps:
+            self._obey()
+
+    def _cut(self) -> None:
+        """Let the run end with the step that runs now."""
+        run = self._run
+        if run is None or run.num_booked + 1 >= run.num_steps:
+            return
+        if run.num_booked and run.at_s(run.num_booked) == self._timetable.now_s():
+            self._run = None  # just between two steps
+            self._obey()
+            return
+        run.num_steps = run.num_booked + 1
+        self._timetable.at(run.end_s, lambda: self._end_run(run))
+
+    def _end_run(self, run: _Run) -> None:
+        if self._run is run and self._timetable.now_s() >= run.end_s:
+            self._settle()
+
+
+class _Run:
+    """Steady steps: the first takes ``first_s``, each next one ``growth_s`` longer."""
+
+    __slots__ = ("_first_s", "_growth_s", "_start_s", "num_booked", "num_decoding", "num_steps")
+
+    def __init__(
+        self, start_s: float, first_s: float, growth_s: float, num_steps: int, num_decoding: int
+    ) -> None:
+        self.num_decoding = num_decoding
+        self.num_steps = num_steps
+        self.num_booked = 0
+        self._start_s = start_s
+        self._first_s = first_s
+        self._growth_s = growth_s
+
+    @property
+    def end_s(self) -> float:
+        return self.at_s(self.num_steps)
+
+    def at_s(self, num_steps: int) -> float:
+        """Return when so many steps have ended."""
+        return self._start_s + num_steps * (self._first_s + 0.5 * self._growth_s * (num_steps - 1))
+
+    def steps_until(self, now_s: float) -> int:
+        """Return how many steps have ended by ``now_s``."""
+        if now_s >= self.end_s:
+            return self.num_steps
+        after_s = now_s - self._start_s
+        if self._growth_s == 0.0:
+            guess = int(after_s / self._first_s)
+        else:  # solve growth/2 n^2 + (first - growth/2) n = after
+            half = 0.5 * self._growth_s
+            slope = self._first_s - half
+            guess = int((sqrt(slope * slope + 4.0 * half * after_s) - slope) / (2.0 * half))
+        guess = min(guess, self.num_steps)
+        while self.at_s(guess) > now_s:
+            guess -= 1
+        while guess < self.num_steps and self.at_s(guess + 1) <= now_s:
+            guess += 1
+        return guess
+
+    def gaps(self, done: int) -> list[float]:
+        """Return how long each step took, from the first that is not booked."""
+        first_s, growth_s = self._first_s, self._growth_s
+        return [first_s + growth_s * step for step in range(self.num_booked, done)]
+
+
+def _number(prompt: Prompt) -> int:
+    sequence = prompt.sequence
+    assert isinstance(sequence, SequenceState), "an engine's own sequences"
+    return sequence.number
