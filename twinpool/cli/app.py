@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_models(commands)
     _add_certs(commands)
     _add_doctor(commands)
+    _add_bench(commands)
     _add_kv_bench(commands)
     _add_plan(commands)
     return parser
@@ -184,6 +185,14 @@ def _add_doctor(commands: Commands) -> None:
     command.set_defaults(run=_doctor)
 
 
+def _add_bench(commands: Commands) -> None:
+    command = commands.add_parser(
+        "bench", help="send a workload to an OpenAI endpoint and measure the answers", allow_abbrev=False
+    )
+    options.add_bench(command)
+    command.set_defaults(run=_bench)
+
+
 def _add_kv_bench(commands: Commands) -> None:
     command = commands.add_parser(
         "kv-bench",
@@ -279,6 +288,12 @@ def _doctor(args: argparse.Namespace) -> int:
     from twinpool.cli import doctor
 
     return doctor.doctor(args)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from twinpool.cli import bench
+
+    return bench.bench(args)
 
 
 def _kv_bench(args: argparse.Namespace) -> int:

@@ -131,6 +131,46 @@ def add_plan(command: argparse.ArgumentParser) -> None:
     command.set_defaults(certs=None)
 
 
+def add_bench(command: argparse.ArgumentParser) -> None:
+    """Add the options of `bench`."""
+    command.add_argument(
+        "workload",
+        nargs="?",
+        help="KIND:KEY=VALUE,... with the kinds synthetic, trace, sharegpt and prompts, as in"
+        " synthetic:prompt=lognormal(256),output=64,arrival=poisson(2),count=100",
+    )
+    _add_file(command)
+    add_client(command)
+    asking = command.add_argument_group("how the server is asked")
+    _set(asking, ("--model", "bench.model", str, "NAME", "as the server calls it (default: its first)"))
+    _set(asking, ("--endpoint", "bench.endpoint", str, "NAME", "completions (default) or chat"))
+    _set(asking, ("--tokenizer", "bench.tokenizer", str, "MODEL", "makes prompts; default: the server's"))
+    _set(asking, ("--timeout", "bench.timeout_s", float, "S", "for a whole answer (default: 600)"))
+    _set(asking, ("--max-connections", "bench.max_connections", int, "N", "at one time (default: 4096)"))
+    _set(asking, ("--cancel-share", "bench.cancel_share", float, "X", "of the clients leave (default: 0)"))
+    _set(asking, ("--cancel-after", "bench.cancel_after_s", float, "S", "when they leave (default: 1)"))
+    _set(asking, ("--warmup", "bench.warmup", int, "N", "requests that do not count (default: 1)"))
+    for option, name, value, about in (
+        ("--no-ignore-eos", "ignore_eos", False, "let answers end before they have their length"),
+        (
+            "--timelines",
+            "timelines",
+            True,
+            "ask a Twinpool server for queue time and KV bytes of each request",
+        ),
+    ):
+        dest = f"{_PATH}bench.{name}"
+        asking.add_argument(option, dest=dest, action="store_const", const=value, help=about)
+    command.add_argument("--speed", type=float, default=None, help="times the rate of the workload")
+    command.add_argument("--ttft", default=None, metavar="TIME", help="limit of a good answer, as in 500ms")
+    command.add_argument("--tpot", default=None, metavar="TIME", help="the same, per token after the first")
+    command.add_argument("--out", default=None, metavar="DIR", help="for requests.jsonl and summary.json")
+    command.add_argument("--json", action="store_true", help="print the summary as JSON")
+    command.add_argument(
+        "--write-workload", default=None, metavar="FILE", help="write the requests as a trace, and send none"
+    )
+
+
 def add_client(command: argparse.ArgumentParser) -> None:
     """Add the options of commands that talk to a running server."""
     command.add_argument("--url", default=None, help="of the server (TWINPOOL_URL; http://127.0.0.1:8000)")

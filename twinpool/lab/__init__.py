@@ -8,6 +8,8 @@ from typing import Any
 
 _HOMES = MappingProxyType(
     {
+        "BenchConfig": "twinpool.lab.bench.config",
+        "BenchResult": "twinpool.lab.bench.result",
         "Limits": "twinpool.lab.metrics.limits",
         "Percentiles": "twinpool.lab.metrics.percentiles",
         "Record": "twinpool.lab.record",
@@ -15,6 +17,9 @@ _HOMES = MappingProxyType(
         "WorkItem": "twinpool.lab.workload.item",
         "Workload": "twinpool.lab.workload.workload",
         "open_workload": "twinpool.lab.workload.workload",
+        "read_records": "twinpool.lab.records",
+        "run_bench": "twinpool.lab.bench.run",
+        "run_bench_async": "twinpool.lab.bench.run",
     }
 )
 

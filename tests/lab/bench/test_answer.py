@@ -64,6 +64,39 @@ def test_without_done_and_without_a_reason_to_finish_it_is_not_complete() -> Non
     assert _fed(COMPLETION[:2], done=True).is_complete
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x",
+        " ",
+        '"',
+        "\\",
+        "\n",
+        '"text": "x"',
+        '"finish_reason": null',
+        '"usage": {',
+        '"error"',
+        "\u00e9",
+        "",
+    ],
+)
+@pytest.mark.parametrize("finish", [None, "stop"])
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (" , ", " : ")])
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_whatever_a_text_says_it_is_a_text(
+    text: str, finish: str | None, separators: tuple[str, str], is_chat: bool
+) -> None:
+    said = {"delta": {"content": text}} if is_chat else {"text": text}
+    answer = Answer()
+
+    event = json.dumps({"choices": [said | {"finish_reason": finish}], "x": None}, separators=separators)
+    answer.feed(b"data: " + event.encode() + b"\n\n", 1.0)
+
+    assert answer.first_s == (1.0 if text else None)
+    assert answer.is_complete is (finish is not None)
+    assert not answer.error
+
+
 def test_an_error_in_the_stream_has_its_code_as_kind() -> None:
     answer = _fed([*COMPLETION[:2], (2.0, {"error": {"message": "x", "code": "worker_lost"}})])
 

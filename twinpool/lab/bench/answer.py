@@ -7,6 +7,7 @@ the text has.  Knows no HTTP; the time of each piece is passed in.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,11 @@ _SHOWN = (
     "refusal",
     "tool_calls",
 )  # what a chat's delta may carry
+
+# In JSON an unescaped quote ends a text, so what these find are keys and never a part of somebody's text.
+_TOKEN = re.compile(rb'"(?:text|content)"\s*:\s*"[^"]')
+_GOES_ON = re.compile(rb'"finish_reason"\s*:\s*null')
+_MORE = re.compile(rb'"(?:usage|error)"')
 
 
 class Answer:
@@ -93,6 +99,9 @@ class Answer:
             self.first_s = self.last_s = self._finished_s
 
     def _event(self, data: bytes, now_s: float) -> None:
+        if _TOKEN.search(data) and _GOES_ON.search(data) and not _MORE.search(data):
+            self._text(now_s)  # nearly all events are such
+            return
         if data == b"[DONE]":
             self.is_done = True
             return

@@ -1,12 +1,13 @@
 """An event loop that wakes when it was asked to, not up to a millisecond later.
 
 epoll counts whole milliseconds, and asyncio rounds up.  The descriptor of an epoll can itself be waited for
-with ``select``, which counts microseconds.
+with ``select``, which counts microseconds; as that is one more call, it is made for the last millisecond.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import select
 import selectors
 
@@ -15,10 +16,12 @@ _MOST_SELECTED = 1024  # descriptors of this number and more do not fit into a s
 
 class _PreciseSelector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is not None and timeout > 0.0 and self.fileno() < _MOST_SELECTED:
-            select.select([self.fileno()], [], [], timeout)
-            timeout = 0.0
-        return super().select(timeout)
+        if timeout is None or timeout <= 0.0 or self.fileno() >= _MOST_SELECTED:
+            return super().select(timeout)
+        if timeout >= 0.001:
+            return super().select(math.floor(timeout * 1e3) * 1e-3)  # then asyncio asks again
+        select.select([self.fileno()], [], [], timeout)
+        return super().select(0.0)
 
 
 def precise_loop() -> asyncio.AbstractEventLoop:

@@ -14,6 +14,7 @@ from enum import Enum, auto
 
 _MAX_HEAD_BYTES = 64 * 1024
 _MAX_LINE_BYTES = 4096  # of a chunk's size and its extensions, or of one trailer field
+_SHORT_SIZE = 10  # digits and line end of a chunk's size, as nearly all have it
 _HEX = frozenset(b"0123456789abcdefABCDEF")
 
 
@@ -62,6 +63,8 @@ class Response:
             Malformed: It is no HTTP, or a head or a line is far too long.
         """
         self._rest = self._rest + data if self._rest else data
+        if self._part is _Part.SIZE:
+            self._whole_chunks()
         while self._rest and self._step():
             pass
 
@@ -69,6 +72,21 @@ class Response:
         """Note that the connection has ended; this ends a body without a length, and no other."""
         if self._part is _Part.REST:
             self._part = _Part.END
+
+    def _whole_chunks(self) -> None:
+        """Read the chunks that are all there, without a step for each of their parts."""
+        data, start = self._rest, 0
+        while True:
+            line_end = data.find(b"\r\n", start, start + _SHORT_SIZE)
+            if line_end < 0 or not _HEX.issuperset(data[start:line_end]):
+                break
+            begin = line_end + 2
+            end = begin + int(data[start:line_end] or b"0", 16)
+            if end == begin or data[end : end + 2] != b"\r\n":
+                break
+            self._on_body(data[begin:end])
+            start = end + 2
+        self._rest = data[start:]
 
     def _step(self) -> bool:
         """Read one thing from what is there; False: it is not all there."""

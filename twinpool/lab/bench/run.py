@@ -26,7 +26,6 @@ from twinpool.lab.machine import describe_machine
 from twinpool.lab.metrics.summary import Summary
 from twinpool.lab.record import Record
 from twinpool.lab.workload.item import WorkItem
-from twinpool.lab.workload.traces.own import to_line
 from twinpool.lab.workload.workload import Workload
 from twinpool.text.tokenizer import Tokenizer
 
@@ -58,10 +57,12 @@ def run_bench(
         Unavailable: The server does not answer, or refuses the warm-up.
     """
     with asyncio.Runner(loop_factory=precise_loop) as runner:
-        return runner.run(bench(workload, config, api_key=api_key, on_record=on_record, on_start=on_start))
+        return runner.run(
+            run_bench_async(workload, config, api_key=api_key, on_record=on_record, on_start=on_start)
+        )
 
 
-async def bench(
+async def run_bench_async(
     workload: Workload,
     config: BenchConfig,
     *,
@@ -69,7 +70,7 @@ async def bench(
     on_record: OnRecord = lambda record: None,
     on_start: OnStart = lambda generator, summary: None,
 ) -> BenchResult:
-    """Do the same in the running event loop; that of ``precise_loop`` sends to a tenth of a millisecond."""
+    """Do the same as ``run_bench`` in the running event loop; ``precise_loop`` gives the most precise one."""
     target = read_target(config.url, api_key=api_key)
     pool = ConnectionPool(target, most=config.max_connections, connect_timeout_s=config.connect_timeout_s)
     try:
@@ -123,7 +124,7 @@ class _Watched:
 
     def __iter__(self) -> Iterator[WorkItem]:
         for item in self._workload:
-            self._hash.update(to_line(item).encode() + b"\n")
+            self._hash.update(repr(item).encode())
             self.last_due_s = item.arrival_s
             yield item
 

@@ -1,0 +1,137 @@
+"""`twinpool bench`: sends a workload to a server and shows how it was answered."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from twinpool.cli.bench_args import Asked, api_key_of, asked
+from twinpool.cli.summary_view import show_summary
+from twinpool.core.errors import ConfigError
+from twinpool.lab.bench.generator import LoadGenerator
+from twinpool.lab.bench.result import BenchResult
+from twinpool.lab.bench.run import run_bench
+from twinpool.lab.metrics.summary import Summary
+from twinpool.lab.record import Record
+from twinpool.lab.records import record_line
+from twinpool.lab.workload.traces.own import write_own
+
+_REFRESH_S = 1.0
+_INTERRUPTED = 130
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Run it; return 0 if the run can be believed, 130 if it was interrupted."""
+    wanted = asked(args)
+    if args.write_workload is not None:
+        _write_workload(Path(args.write_workload), wanted)
+        return 0
+    result = _measured(args, wanted)
+    if args.json:
+        print(json.dumps(result.to_json(), indent=2))
+    else:
+        _show(result)
+    if result.is_interrupted:
+        return _INTERRUPTED
+    return 0 if result.is_valid else 1
+
+
+def _write_workload(path: Path, wanted: Asked) -> None:
+    try:
+        with path.open("w", encoding="utf-8") as file:
+            write_own(wanted.workload, file)
+    except OSError as error:
+        raise ConfigError("--write-workload", f"{path} cannot be written: {error.strerror}") from None
+
+
+def _measured(args: argparse.Namespace, wanted: Asked) -> BenchResult:
+    """Run it with progress on the terminal; everything that was measured is in the files, also of a part."""
+    gc.freeze()  # what is there now stays: looking through it again would delay what is measured
+    with _files(args.out) as on_record, _progress(wanted) as on_start:
+        result = run_bench(
+            wanted.workload,
+            wanted.config,
+            api_key=api_key_of(args),
+            on_record=on_record,
+            on_start=on_start,
+        )
+    if args.out is not None:
+        summary = json.dumps(result.to_json(), indent=2, allow_nan=False)
+        (Path(args.out) / "summary.json").write_text(summary + "\n", encoding="utf-8")
+    return result
+
+
+@contextmanager
+def _files(out: str | None) -> Iterator[Callable[[Record], None]]:
+    """Write each record as it comes."""
+    if out is None:
+        yield lambda record: None
+        return
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        file = (Path(out) / "requests.jsonl").open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("--out", f"{out} cannot be written: {error.strerror}") from None
+    with file:
+        yield lambda record: print(record_line(record), file=file)
+
+
+@contextmanager
+def _progress(wanted: Asked) -> Iterator[Callable[[LoadGenerator, Summary], None]]:
+    """Show how far it is, on a terminal; let Ctrl-C end it cleanly."""
+    console = Console(stderr=True)
+    live = Live(console=console, auto_refresh=False, transient=True)
+
+    def start(generator: LoadGenerator, summary: Summary) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, generator.stop)
+
+        def refresh() -> None:
+            live.update(Text(_line(generator, summary, wanted.workload.shape.count)), refresh=True)
+            loop.call_later(_REFRESH_S, refresh)
+
+        if console.is_terminal:
+            live.start()
+            refresh()
+
+    try:
+        yield start
+    finally:
+        live.stop()
+
+
+def _line(generator: LoadGenerator, summary: Summary, count: int | None) -> str:
+    sent = f"{generator.num_sent:,}" + (f" of {count:,}" if count is not None else "")
+    p50_s, p99_s = summary.ttft_s.percentiles((50, 99))
+    ttft = (
+        "" if p50_s is None or p99_s is None else f"  TTFT p50 {p50_s * 1e3:,.0f} p99 {p99_s * 1e3:,.0f} ms"
+    )
+    return (
+        f"{generator.elapsed_s:6.0f} s  sent {sent}  in flight {generator.num_in_flight:,}"
+        f"  answered {summary.num_answered:,}  errors {summary.errors.total():,}{ttft}"
+    )
+
+
+def _show(result: BenchResult) -> None:
+    console = Console(highlight=False)
+    rate = "" if result.offered_per_s is None else f" at {result.offered_per_s:.2f} requests/s"
+    console.print(f"{result.workload['kind']}{rate} to {result.model} at {result.config.url}", soft_wrap=True)
+    show_summary(console, result.summary)
+    console.print(
+        f"load generator: {result.cpu_share:.1%} of a core, at most {result.most_in_flight:,} in flight"
+    )
+    if result.first_problem:
+        console.print(f"first error: {result.first_problem[:500]}", soft_wrap=True, markup=False)
+    for problem in result.problems:
+        console.print(f"[bold]not valid:[/bold] {problem}", soft_wrap=True)
