@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from twinpool.checkpoints.resolve import served_name
+from twinpool.checkpoints.resolve import resolve_model, served_name
 from twinpool.cli.plan_args import model_of, numbers_of, workers_of
 from twinpool.cli.run import deployment_config, say
+from twinpool.cluster.config import DeploymentConfig
 from twinpool.lab.memory.bytes_text import bytes_text
+from twinpool.lab.memory.measuring.comparison import ComparedPart, compare
 from twinpool.lab.memory.memory_plan import MemoryPlan, plan_memory
 from twinpool.lab.memory.worker_plan import WorkerPlan
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Print the plan; return 0 if every role fits, and what was measured is near to what was planned."""
+    """Print the plan; return 0 if every role fits."""
     config = deployment_config(args)
     made = plan_memory(
         model_of(args, config.model, progress=say),
@@ -27,11 +30,38 @@ def plan(args: argparse.Namespace) -> int:
         contexts=numbers_of(args.context, field="--context"),
         conversations=numbers_of(args.conversations, field="--conversations") or (1, 4, 16, 64),
     )
+    measured = _measure(made, config) if args.measure else {}
     if args.json:
-        print(json.dumps(made.to_json(), indent=2))
+        told = made.to_json()
+        if measured:
+            told["measured"] = {role: [row.to_json() for row in rows] for role, rows in measured.items()}
+        print(json.dumps(told, indent=2))
     else:
         _show(made)
+        for role, rows in measured.items():
+            _show_measured(role, rows)
     return 0 if made.fits else 1
+
+
+def _measure(made: MemoryPlan, config: DeploymentConfig) -> dict[str, tuple[ComparedPart, ...]]:
+    from twinpool.lab.memory.measuring.measure import measure_plan
+
+    folder = resolve_model(config.model, progress=say)
+    say("running it twice: once to read its memory, once to trace it")
+    found = asyncio.run(measure_plan(made, folder, device=config.device))
+    return {str(plan.worker.role): compare(plan, found[plan.worker.role]) for plan in made.workers}
+
+
+def _show_measured(role: str, rows: tuple[ComparedPart, ...]) -> None:
+    console = Console(highlight=False)
+    console.print(f"\nmeasured: [bold]{role}[/bold]")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for number, name in enumerate(("part", "planned", "measured", "bytes measured", "error")):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        planned, measured = bytes_text(row.planned_bytes), bytes_text(row.measured_bytes)
+        table.add_row(row.name, planned, measured, f"{row.measured_bytes:,}", f"{row.error:+.1%}")
+    console.print(table)
 
 
 def _show(made: MemoryPlan) -> None:

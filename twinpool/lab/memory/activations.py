@@ -79,9 +79,10 @@ def step_load(config: EngineConfig, role: Role, *, longest: int, cached_tokens: 
     A decode worker computes prompts too: those whose KV did not arrive, and those it had to give up.
     """
     chunk = config.max_chunk_tokens or config.max_batch_tokens
+    batch = max(1, min(config.max_batch_tokens, cached_tokens))  # a token is computed into a block
     return StepLoad(
-        prompt_tokens=config.max_batch_tokens,
-        chunk_tokens=min(chunk, config.max_batch_tokens, longest),
+        prompt_tokens=batch,
+        chunk_tokens=min(chunk, batch, longest),
         decoding=0 if role is Role.PREFILL else config.max_sequences,
         chosen=config.max_sequences,
         longest=longest,
@@ -113,7 +114,7 @@ def logits_bytes(sizes: StepSizes, load: StepLoad) -> int:
     hidden = load.prompt_tokens * sizes.model_dim * e
     chosen = load.chosen * (sizes.vocab_size * wider + 2 * sizes.model_dim * e)
     alone = 4 * sizes.vocab_size * 8  # one sequence that draws its token: float64, and its sums
-    of_prompt = _PROMPT_LOGITS * (wider + 4 + 1)  # logits, their exponentials, a comparison
+    of_prompt = _PROMPT_LOGITS * (wider + 1 + 8)  # logits, and a comparison that is summed up as int64
     return hidden + max(chosen + alone, of_prompt)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from kv_transfer.config import TransferConfig
 from twinpool.core.errors import ConfigError
+from twinpool.core.layout import DTYPE_BYTES
 from twinpool.core.ports import Role
 from twinpool.engine.config import EngineConfig
 from twinpool.lab.memory.activations import activation_bytes, step_load, step_sizes
@@ -64,6 +65,8 @@ class WorkerShape:
     transfer: TransferConfig = field(default_factory=TransferConfig)
 
     def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError("dtype", f"{self.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
         for name in ("memory_bytes", "num_ranks", "peer_ranks", "num_threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(name, f"{getattr(self, name)} is less than 1")
@@ -214,7 +217,7 @@ def _activations_term(model: PlannedModel, worker: WorkerShape, cache_bytes: int
     cached = cache_bytes // token_bytes if token_bytes else 0
     longest = max(1, min(fields.max_tokens or cached, cached))
     if not model.is_served:  # other engines neither gather what they attend to nor write masks
-        longest, cached = engine.max_batch_tokens, 0
+        longest = cached = engine.max_batch_tokens
     sizes = step_sizes(fields, num_ranks=worker.num_ranks, dtype=worker.dtype, num_threads=worker.num_threads)
     load = step_load(engine, worker.role, longest=longest, cached_tokens=cached)
     return Term(
