@@ -87,6 +87,11 @@ class Server:
         if path == "/log":
             counts = {"connections": self._num_connections, "left": self._num_left}
             return {"times": self._log, "bodies": self._bodies, **counts}
+        if path.startswith("/admin/requests/"):
+            return {
+                "spans": [{"name": "queue", "start_s": 0.0}, {"name": "prefill", "start_s": 0.004}],
+                "kv_bytes": 77,
+            }
         return {"version": "toy-1"}
 
     async def _stream(

@@ -197,6 +197,17 @@ def test_a_stopped_run_keeps_what_was_measured() -> None:
     assert left == result.summary.errors["interrupted"]
 
 
+def test_a_twinpool_server_is_asked_what_a_client_cannot_see() -> None:
+    spec = "synthetic:prompt=9,output=3,arrival=constant(50),count=10"
+    with serving() as url:
+        with_timelines, records = _run(url, spec, timelines=True)
+        _, without = _run(url, spec)
+
+    assert {(record.queue_s, record.kv_bytes) for record in records} == {(0.004, 77)}
+    assert with_timelines.summary.kv_bytes == 770
+    assert {(record.queue_s, record.kv_bytes) for record in without} == {(None, 0)}
+
+
 def test_goodput_is_what_the_limits_make_of_it() -> None:
     limits = Limits(ttft_s=0.5, tpot_s=0.5)
     with serving(Times(ttft_s=0.01, gap_s=0.01)) as url:
