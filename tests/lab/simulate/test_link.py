@@ -1,0 +1,93 @@
+"""A shared link: bytes queue, and layers leave when they can."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from twinpool.core.layout import KVLayout
+from twinpool.core.ports import Role
+from twinpool.lab.record import Record
+from twinpool.lab.simulate.config import Emulate, Overlap, Pool, SimulationConfig, Transfer
+from twinpool.lab.simulate.link import SharedLink
+from twinpool.lab.simulate.simulation import simulate
+from twinpool.lab.simulate.transfer import token_bytes
+from twinpool.lab.workload.item import WorkItem
+
+MIB = 2**20
+
+
+def test_two_flows_on_one_link_take_twice_as_long_as_one() -> None:
+    alone = SharedLink(1e9).burst(64 * MIB, now_s=0.0)
+    link = SharedLink(1e9)
+    link.burst(64 * MIB, now_s=0.0)
+    assert link.burst(64 * MIB, now_s=0.0) == pytest.approx(2 * alone)
+    assert link.burst(64 * MIB, now_s=10.0) == pytest.approx(10.0 + alone)
+
+
+@given(
+    layers=st.integers(2, 90),
+    layer_s=st.floats(0.001, 1.0),
+    send_s=st.floats(0.001, 1.0),
+    queued_s=st.floats(0.0, 50.0),
+)
+def test_layers_leave_as_if_each_were_an_event(
+    layers: int, layer_s: float, send_s: float, queued_s: float
+) -> None:
+    rate, start_s = 1000.0, 5.0
+    end_s = start_s + layers * layer_s
+    link = SharedLink(rate)
+    link.burst(queued_s * rate, now_s=start_s)
+    link.flow((layers - 1) * send_s * rate, start_s=start_s + layer_s, end_s=end_s)
+    left_s = link.burst(send_s * rate, now_s=end_s)
+
+    free_s = start_s + queued_s
+    for layer in range(1, layers + 1):
+        free_s = max(free_s, start_s + layer * layer_s) + send_s
+
+    assert left_s == pytest.approx(free_s, rel=1e-9)
+
+
+def test_each_worker_has_a_link_that_its_transfers_share_unless_the_tool_that_ignores_it_is_asked_for() -> (
+    None
+):
+    """Two prefill workers send 64 MiB each to one decode worker at the same time."""
+
+    def second_token_s(num_prefill: int, emulate: Emulate | None) -> list[float]:
+        pools = (
+            Pool(role=Role.PREFILL, workers=num_prefill, profile="h100-llama-3.1-8b"),
+            Pool(role=Role.DECODE, workers=1, profile="h100-llama-3.1-8b"),
+        )
+        transfer = Transfer(bytes_s=64 * MIB, latency_s=0.0, overlap=Overlap.NONE)
+        items = [
+            WorkItem(index=i, arrival_s=0.0, prompt_tokens=512, output_tokens=2) for i in range(num_prefill)
+        ]
+        found: list[Record] = []
+        simulate(
+            items, SimulationConfig(pools=pools, transfer=transfer, emulate=emulate), on_record=found.append
+        )
+        return sorted(record.gaps_s[0] for record in found)
+
+    (alone,) = second_token_s(1, None)
+    assert alone == pytest.approx(1.0, abs=0.01)  # 512 tokens of 131,072 bytes at 64 MiB a second
+    assert second_token_s(2, None) == pytest.approx([1.0, 2.0], abs=0.01)
+    assert second_token_s(2, Emulate.SPLITWISE_SIM) == pytest.approx([1.0, 1.0], abs=0.01)
+
+
+def test_heads_that_several_ranks_keep_are_sent_to_each() -> None:
+    def layout(tp_size: int) -> KVLayout:
+        return KVLayout(
+            num_layers=94,
+            num_kv_heads=4,
+            head_dim=128,
+            block_tokens=16,
+            dtype="bfloat16",
+            tp_size=tp_size,
+        )
+
+    # Qwen3-235B, TP 8 over 4 KV heads: 12.62 GB for 32,768 tokens in the Mooncake docs, not 6.31.
+    assert token_bytes(layout(8), layout(8)) == 2 * 192_512
+    assert token_bytes(layout(8), layout(4)) == token_bytes(layout(1), layout(2)) == 192_512
+    assert 32_768 * token_bytes(layout(8), layout(8)) == pytest.approx(12.62e9, rel=1e-3)
+    assert token_bytes(layout(1), layout(1), compact=True) == 94 * 2 * 4 * (128 + 4)
