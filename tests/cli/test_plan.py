@@ -105,6 +105,6 @@ def test_a_measurement_is_told_beside_the_plan(tmp_path: Path, capsys: pytest.Ca
 
     assert main(["plan", "--model", str(tmp_path), *options]) == 0
 
-    parts = {part["part"]: part for part in json.loads(capsys.readouterr().out)["measured"]["colocated"]}
+    parts = {row["term"]: row for row in json.loads(capsys.readouterr().out)["measured"]["colocated"]}
     assert parts["KV cache"]["measured_bytes"] == parts["KV cache"]["planned_bytes"] == 2**20
     assert parts["weights"]["error"] == 0.0

@@ -22,7 +22,8 @@ def seconds_of(*args: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "args", [["--help"], ["serve", "--help"], ["doctor", "--help"], ["kv-bench", "--help"]]
+    "args",
+    [["--help"], ["serve", "--help"], ["doctor", "--help"], ["kv-bench", "--help"], ["plan", "--help"]],
 )
 def test_help_loads_no_heavy_library(args: list[str]) -> None:
     program = (

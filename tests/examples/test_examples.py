@@ -57,6 +57,14 @@ def test_chat_stream_says_that_it_has_no_answer_when_the_key_is_wrong(server: Se
     assert "no complete answer" in done.stderr and "a valid API key is needed" in done.stderr
 
 
+def test_load_test_prints_each_request_and_what_they_come_to(server: Server) -> None:
+    done = run("load_test.py", url=server.client.url)
+
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^request \d+: TTFT 0?\.?\d.* 8 tokens $", done.stdout, re.M)) == 30
+    assert "30 answered, " in done.stdout
+
+
 def test_timeline_prints_every_step_of_a_disaggregated_request(server: Server) -> None:
     done = run("timeline.py", "hello", url=server.client.url)
 
@@ -77,3 +85,12 @@ def test_in_process_moves_kv_and_answers_as_a_server_does(model: Path, server: S
     client = ApiClient(server.client.url, api_key="secret")
     text = client.post("/v1/completions", body)["choices"][0]["text"]
     assert done.stdout.startswith(text + "\n")
+
+
+def test_memory_plan_prints_what_a_model_needs(model: Path) -> None:
+    done = run("memory_plan.py", str(model / "config.json"), "1GiB")
+
+    assert done.returncode == 0, done.stderr
+    # 2 layers x key and value x 2 heads x 16 elements x 2 bytes each
+    assert f"conversations of 1024 tokens fit, {1024 * 256:,} bytes each" in done.stdout
+    assert "of 1,073,741,824 bytes" in done.stdout

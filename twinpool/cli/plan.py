@@ -15,7 +15,7 @@ from twinpool.cli.plan_args import model_of, numbers_of, workers_of
 from twinpool.cli.run import deployment_config, say
 from twinpool.cluster.config import DeploymentConfig
 from twinpool.lab.memory.bytes_text import bytes_text
-from twinpool.lab.memory.measuring.comparison import ComparedPart, compare
+from twinpool.lab.memory.measuring.comparison import ComparedTerm, compare
 from twinpool.lab.memory.memory_plan import MemoryPlan, plan_memory
 from twinpool.lab.memory.worker_plan import WorkerPlan
 
@@ -43,7 +43,7 @@ def plan(args: argparse.Namespace) -> int:
     return 0 if made.fits else 1
 
 
-def _measure(made: MemoryPlan, config: DeploymentConfig) -> dict[str, tuple[ComparedPart, ...]]:
+def _measure(made: MemoryPlan, config: DeploymentConfig) -> dict[str, tuple[ComparedTerm, ...]]:
     from twinpool.lab.memory.measuring.measure import measure_plan
 
     folder = resolve_model(config.model, progress=say)
@@ -52,11 +52,11 @@ def _measure(made: MemoryPlan, config: DeploymentConfig) -> dict[str, tuple[Comp
     return {str(plan.worker.role): compare(plan, found[plan.worker.role]) for plan in made.workers}
 
 
-def _show_measured(role: str, rows: tuple[ComparedPart, ...]) -> None:
+def _show_measured(role: str, rows: tuple[ComparedTerm, ...]) -> None:
     console = Console(highlight=False)
     console.print(f"\nmeasured: [bold]{role}[/bold]")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for number, name in enumerate(("part", "planned", "measured", "bytes measured", "error")):
+    for number, name in enumerate(("term", "planned", "measured", "bytes measured", "error")):
         table.add_column(name, justify="right" if number else "left", no_wrap=True)
     for row in rows:
         planned, measured = bytes_text(row.planned_bytes), bytes_text(row.measured_bytes)
@@ -88,12 +88,12 @@ def _title(made: MemoryPlan, plan: WorkerPlan) -> str:
 
 def _terms(plan: WorkerPlan) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("part", "size", "bytes", "is"):
+    for name in ("term", "size", "bytes", "is"):
         table.add_column(name, justify="right" if name in ("size", "bytes") else "left", no_wrap=True)
     table.add_column("made of", overflow="fold")
     for term in plan.terms:
         table.add_row(
-            str(term.part), bytes_text(term.num_bytes), f"{term.num_bytes:,}", str(term.kind), term.source
+            str(term.name), bytes_text(term.num_bytes), f"{term.num_bytes:,}", str(term.kind), term.source
         )
     table.add_section()
     total, memory = plan.total_bytes, plan.worker.memory_bytes
@@ -111,7 +111,7 @@ def _verdict(made: MemoryPlan, plan: WorkerPlan) -> list[str]:
     lines = [f"[bold]does not fit[/bold]: {bytes_text(missing)} ({missing:,} bytes) too much on each rank"]
     for cut in made.cuts(plan):
         enough = "enough" if cut.is_enough else "not enough"
-        lines.append(f"  cut {cut.part}: {cut.change} saves {bytes_text(cut.saved_bytes)}, {enough}")
+        lines.append(f"  cut {cut.term}: {cut.change} saves {bytes_text(cut.saved_bytes)}, {enough}")
     return lines
 
 

@@ -19,7 +19,7 @@ from twinpool.core.units import parse_bytes
 from twinpool.engine.config import EngineConfig
 from twinpool.lab.memory.cache_format import cache_format
 from twinpool.lab.memory.planned_model import PlannedModel, read_model
-from twinpool.lab.memory.worker_plan import Load, WorkerShape
+from twinpool.lab.memory.worker_plan import HeldLoad, WorkerShape
 
 _ASK_GPU = ("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits")  # in MiB
 _ASK_LIMIT_S = 20.0
@@ -110,11 +110,11 @@ def _engine(config: DeploymentConfig, block_tokens: int | None) -> EngineConfig:
     return config.engine if block_tokens is None else replace(config.engine, block_tokens=block_tokens)
 
 
-def _load(text: str) -> Load:
+def _load(text: str) -> HeldLoad:
     match = re.fullmatch(r"(\d{1,9})x(\d{1,12})", text, flags=re.ASCII)
     if match is None:
         raise ConfigError("--load", f"{text!r} is not NxTOKENS, as in 32x8192")
-    return Load(num_conversations=int(match[1]), num_tokens=int(match[2]))
+    return HeldLoad(num_conversations=int(match[1]), num_tokens=int(match[2]))
 
 
 def _count(text: str) -> int:

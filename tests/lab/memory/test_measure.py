@@ -15,7 +15,7 @@ from twinpool.core.errors import ConfigError, Unavailable
 from twinpool.core.ports import Role
 from twinpool.engine.config import EngineConfig
 from twinpool.lab.memory.cache_format import FORMATS
-from twinpool.lab.memory.measuring.comparison import ComparedPart, compare
+from twinpool.lab.memory.measuring.comparison import ComparedTerm, compare
 from twinpool.lab.memory.measuring.measure import measure_plan
 from twinpool.lab.memory.memory_plan import MemoryPlan, plan_memory
 from twinpool.lab.memory.planned_model import model_of, read_model
@@ -28,7 +28,7 @@ def shape(role: Role, **settings: object) -> WorkerShape:
     return WorkerShape(role=role, num_peers=peers, **{**cpu, **settings})  # type: ignore[arg-type]
 
 
-def measured(made: MemoryPlan, folder: Path) -> dict[Role, dict[str, ComparedPart]]:
+def measured(made: MemoryPlan, folder: Path) -> dict[Role, dict[str, ComparedTerm]]:
     found = asyncio.run(measure_plan(made, folder))
     return {
         plan.worker.role: {row.name: row for row in compare(plan, found[plan.worker.role])}

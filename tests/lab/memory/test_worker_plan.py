@@ -17,8 +17,8 @@ from twinpool.lab.memory.capacity import Capacity
 from twinpool.lab.memory.cuts import find_cuts
 from twinpool.lab.memory.memory_plan import plan_memory
 from twinpool.lab.memory.planned_model import model_of
-from twinpool.lab.memory.term import Kind, Part
-from twinpool.lab.memory.worker_plan import Load, WorkerShape, plan_worker
+from twinpool.lab.memory.term import Kind, TermName
+from twinpool.lab.memory.worker_plan import HeldLoad, WorkerShape, plan_worker
 
 MODEL = model_of(LLAMA_31_8B)
 WEIGHTS = 16_060_522_496
@@ -32,8 +32,8 @@ def worker(**settings: Any) -> WorkerShape:
 def test_the_parts_add_up_and_leave_less_than_a_block() -> None:
     plan = plan_worker(MODEL, worker())
 
-    assert [term.part for term in plan.terms] == list(Part)
-    assert plan.term(Part.WEIGHTS).num_bytes == WEIGHTS
+    assert [term.name for term in plan.terms] == list(TermName)
+    assert plan.term(TermName.WEIGHTS).num_bytes == WEIGHTS
     assert plan.total_bytes == sum(term.num_bytes for term in plan.terms)
     assert plan.fits
     more = replace(plan.worker, cache_bytes=plan.capacity.cache_bytes + BLOCK)
@@ -43,9 +43,9 @@ def test_the_parts_add_up_and_leave_less_than_a_block() -> None:
 def test_a_cache_of_a_told_size_is_cut_to_whole_blocks() -> None:
     plan = plan_worker(MODEL, worker(cache_bytes=10 * BLOCK + 1))
 
-    assert plan.term(Part.CACHE).num_bytes == 10 * BLOCK
+    assert plan.term(TermName.CACHE).num_bytes == 10 * BLOCK
     assert (plan.num_blocks, plan.capacity.num_tokens) == (10, 160)
-    assert plan.term(Part.CACHE).kind is Kind.EXACT
+    assert plan.term(TermName.CACHE).kind is Kind.EXACT
 
 
 def test_a_cache_of_one_block_is_refused() -> None:
@@ -54,29 +54,29 @@ def test_a_cache_of_one_block_is_refused() -> None:
 
 
 def test_a_load_that_fits_takes_what_it_needs() -> None:
-    plan = plan_worker(MODEL, worker(load=Load(num_tokens=8192, num_conversations=32)))
+    plan = plan_worker(MODEL, worker(load=HeldLoad(num_tokens=8192, num_conversations=32)))
 
-    assert plan.term(Part.CACHE).num_bytes == 32 * 2**30  # 1 GiB each: 8192 x 128 KiB
+    assert plan.term(TermName.CACHE).num_bytes == 32 * 2**30  # 1 GiB each: 8192 x 128 KiB
     assert plan.capacity.conversations(8192) == 32
     assert plan.capacity.longest(num_conversations=32) == 8192
     assert plan.fits
 
 
 def test_a_load_that_does_not_fit_says_by_how_much_and_what_would_help() -> None:
-    plan = plan_worker(MODEL, worker(load=Load(num_tokens=8192, num_conversations=96)))
+    plan = plan_worker(MODEL, worker(load=HeldLoad(num_tokens=8192, num_conversations=96)))
     cuts = find_cuts(MODEL, plan)
 
     assert plan.missing_bytes == plan.total_bytes - 80 * 2**30 > 0
     enough = [cut for cut in cuts if cut.is_enough]
     assert cuts[: len(enough)] == tuple(enough)
-    assert {cut.part for cut in enough} == {Part.CACHE, Part.WEIGHTS}
+    assert {cut.term for cut in enough} == {TermName.CACHE, TermName.WEIGHTS}
     fewer = next(cut for cut in enough if "conversations instead" in cut.change)
     number = int(fewer.change.split()[0])
-    assert plan_worker(MODEL, worker(load=Load(num_tokens=8192, num_conversations=number))).fits
-    assert not plan_worker(MODEL, worker(load=Load(num_tokens=8192, num_conversations=number + 1))).fits
-    changed = plan_worker(MODEL, worker(load=Load(num_tokens=8192, num_conversations=number)))
+    assert plan_worker(MODEL, worker(load=HeldLoad(num_tokens=8192, num_conversations=number))).fits
+    assert not plan_worker(MODEL, worker(load=HeldLoad(num_tokens=8192, num_conversations=number + 1))).fits
+    changed = plan_worker(MODEL, worker(load=HeldLoad(num_tokens=8192, num_conversations=number)))
     assert fewer.saved_bytes == plan.total_bytes - changed.total_bytes >= (96 - number) * 2**30
-    ranks = next(cut for cut in enough if cut.part is Part.WEIGHTS)
+    ranks = next(cut for cut in enough if cut.term is TermName.WEIGHTS)
     assert ranks.change == "2 ranks instead of 1"
     assert all(cut.saved_bytes < plan.missing_bytes for cut in cuts[len(enough) :])
 
@@ -97,9 +97,9 @@ def test_more_decode_workers_cost_a_prefill_worker_their_lines() -> None:
     cpu = worker(is_gpu=False, role=Role.PREFILL)
     one, three = (plan_worker(MODEL, replace(cpu, num_peers=number)) for number in (1, 3))
 
-    assert one.term(Part.PEERS).num_bytes == 16 * 2 * 2**20
-    assert three.term(Part.PEERS).num_bytes == 3 * 16 * 2 * 2**20
-    assert one.term(Part.PEERS).kind is Kind.BOUND
+    assert one.term(TermName.PEERS).num_bytes == 16 * 2 * 2**20
+    assert three.term(TermName.PEERS).num_bytes == 3 * 16 * 2 * 2**20
+    assert one.term(TermName.PEERS).kind is Kind.BOUND
 
 
 @pytest.mark.parametrize(
@@ -121,13 +121,15 @@ def test_buffers_are_those_of_the_transport(
 
     plan = plan_worker(MODEL, shape)
 
-    assert plan.term(Part.STAGING).num_bytes == staging
-    assert plan.term(Part.PEERS).num_bytes == peers
+    assert plan.term(TermName.STAGING).num_bytes == staging
+    assert plan.term(TermName.PEERS).num_bytes == peers
 
 
 def test_nccl_is_called_an_estimate() -> None:
     """vLLM's P2pNccl: about 52 MB for a pair with 8 channels."""
-    term = plan_worker(MODEL, worker(transfer=TransferConfig(transports=("torch_dist",)))).term(Part.PEERS)
+    term = plan_worker(MODEL, worker(transfer=TransferConfig(transports=("torch_dist",)))).term(
+        TermName.PEERS
+    )
 
     assert term.num_bytes == 2 * (3 * 8 * 2**20 + 52 * 10**6)
     assert term.kind is Kind.ESTIMATE
@@ -189,7 +191,7 @@ def test_a_worker_that_cannot_be_is_refused(settings: dict[str, Any], problem: s
 @pytest.mark.parametrize("field", ["num_tokens", "num_conversations"])
 def test_an_empty_load_is_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=rf"load\.{field}: 0 is less than 1"):
-        Load(**{"num_tokens": 1, "num_conversations": 1, field: 0})
+        HeldLoad(**{"num_tokens": 1, "num_conversations": 1, field: 0})
 
 
 @pytest.mark.parametrize(

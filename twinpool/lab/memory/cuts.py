@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from twinpool.core.errors import ConfigError
 from twinpool.lab.memory.cache_format import FORMATS
 from twinpool.lab.memory.planned_model import PlannedModel
-from twinpool.lab.memory.term import Part
-from twinpool.lab.memory.worker_plan import Load, WorkerPlan, WorkerShape, plan_worker
+from twinpool.lab.memory.term import TermName
+from twinpool.lab.memory.worker_plan import HeldLoad, WorkerPlan, WorkerShape, plan_worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """One change."""
 
-    part: Part  # that it makes smaller first of all
+    term: TermName  # that it makes smaller first of all
     change: str
     saved_bytes: int
     is_enough: bool
@@ -30,14 +30,14 @@ def find_cuts(model: PlannedModel, plan: WorkerPlan) -> tuple[Cut, ...]:
     if plan.fits:
         return ()
     found = []
-    for part, change, worker in _changes(model, plan):
+    for term, change, worker in _changes(model, plan):
         try:
             changed = plan_worker(model, worker)
         except ConfigError:  # ranks that do not divide the heads: no change that could be made
             continue
         saved = plan.missing_bytes - changed.missing_bytes if changed.missing_bytes else _saved(plan, changed)
         if saved > 0:
-            found.append(Cut(part=part, change=change, saved_bytes=saved, is_enough=changed.fits))
+            found.append(Cut(term=term, change=change, saved_bytes=saved, is_enough=changed.fits))
     return tuple(sorted(found, key=lambda cut: (not cut.is_enough, _distance(cut, plan))))
 
 
@@ -49,7 +49,7 @@ def _distance(cut: Cut, plan: WorkerPlan) -> int:
     return abs(cut.saved_bytes - plan.missing_bytes)
 
 
-def _changes(model: PlannedModel, plan: WorkerPlan) -> Iterator[tuple[Part, str, WorkerShape]]:
+def _changes(model: PlannedModel, plan: WorkerPlan) -> Iterator[tuple[TermName, str, WorkerShape]]:
     worker, load = plan.worker, plan.worker.load
     if load is not None:
         fewer = _largest(
@@ -57,35 +57,35 @@ def _changes(model: PlannedModel, plan: WorkerPlan) -> Iterator[tuple[Part, str,
         )
         if fewer:
             told = f"{fewer} conversations instead of {load.num_conversations}"
-            yield Part.CACHE, told, replace(worker, load=replace(load, num_conversations=fewer))
+            yield TermName.CACHE, told, replace(worker, load=replace(load, num_conversations=fewer))
         shorter = _largest(1, load.num_tokens, lambda tokens: _fits(model, worker, load, tokens=tokens))
         if shorter:
             told = f"conversations of {shorter} tokens instead of {load.num_tokens}"
-            yield Part.CACHE, told, replace(worker, load=replace(load, num_tokens=shorter))
+            yield TermName.CACHE, told, replace(worker, load=replace(load, num_tokens=shorter))
     elif worker.cache_bytes is not None:
         smaller = worker.cache_bytes - plan.missing_bytes
         if smaller > 0:
             yield (
-                Part.CACHE,
+                TermName.CACHE,
                 f"a KV cache of {smaller} bytes on each rank",
                 replace(worker, cache_bytes=smaller),
             )
     if worker.dtype == "float32":
-        yield Part.WEIGHTS, "dtype bfloat16 instead of float32", replace(worker, dtype="bfloat16")
+        yield TermName.WEIGHTS, "dtype bfloat16 instead of float32", replace(worker, dtype="bfloat16")
     if not model.is_served and worker.settings.form.element_bits > 8:
         told = f"a KV cache of fp8 instead of {worker.settings.form.name}"
-        yield Part.CACHE, told, replace(worker, cache_form=FORMATS["fp8"])
+        yield TermName.CACHE, told, replace(worker, cache_form=FORMATS["fp8"])
     ranks = _more_ranks(model, worker)
-    yield Part.WEIGHTS, f"{ranks} ranks instead of {worker.num_ranks}", replace(worker, num_ranks=ranks)
+    yield TermName.WEIGHTS, f"{ranks} ranks instead of {worker.num_ranks}", replace(worker, num_ranks=ranks)
     engine, transfer = worker.engine, worker.transfer
     tokens = max(engine.max_sequences, engine.max_batch_tokens // 4)
     if tokens < engine.max_batch_tokens:
         told = f"engine.max_batch_tokens {tokens} instead of {engine.max_batch_tokens}"
-        yield Part.ACTIVATIONS, told, replace(worker, engine=replace(engine, max_batch_tokens=tokens))
-    if plan.term(Part.STAGING).num_bytes + plan.term(Part.PEERS).num_bytes:
+        yield TermName.ACTIVATIONS, told, replace(worker, engine=replace(engine, max_batch_tokens=tokens))
+    if plan.term(TermName.STAGING).num_bytes + plan.term(TermName.PEERS).num_bytes:
         credit = max(transfer.message_bytes, transfer.credit_bytes // 4)
         told = f"transfer.credit_bytes {credit} instead of {transfer.credit_bytes}"
-        yield Part.STAGING, told, replace(worker, transfer=replace(transfer, credit_bytes=credit))
+        yield TermName.STAGING, told, replace(worker, transfer=replace(transfer, credit_bytes=credit))
 
 
 def _more_ranks(model: PlannedModel, worker: WorkerShape) -> int:
@@ -103,7 +103,7 @@ def _more_ranks(model: PlannedModel, worker: WorkerShape) -> int:
 def _fits(
     model: PlannedModel,
     worker: WorkerShape,
-    load: Load,
+    load: HeldLoad,
     *,
     conversations: int | None = None,
     tokens: int | None = None,

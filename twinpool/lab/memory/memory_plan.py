@@ -88,7 +88,7 @@ class MemoryPlan:
             "missing_bytes": plan.missing_bytes,
             "terms": [
                 {
-                    "part": str(term.part),
+                    "term": str(term.name),
                     "bytes": term.num_bytes,
                     "text": bytes_text(term.num_bytes),
                     "kind": str(term.kind),
@@ -113,7 +113,7 @@ class MemoryPlan:
             ],
             "cuts": [
                 {
-                    "part": str(cut.part),
+                    "term": str(cut.term),
                     "change": cut.change,
                     "saved_bytes": cut.saved_bytes,
                     "is_enough": cut.is_enough,

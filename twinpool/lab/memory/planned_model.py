@@ -15,7 +15,7 @@ from twinpool.lab.memory.model_fields import ModelFields
 from twinpool.lab.memory.parameters import estimate_parameters
 from twinpool.lab.memory.read_cache_shape import read_cache_shape
 from twinpool.lab.memory.tensors import are_known, list_tensors
-from twinpool.lab.memory.term import Kind, Part, Term
+from twinpool.lab.memory.term import Kind, Term, TermName
 
 _METHOD_BITS = {"fp8": 8.0, "fbgemm_fp8": 8.0, "mxfp4": 4.25}  # mxfp4: a scale of 8 bits for 32 elements
 
@@ -131,4 +131,4 @@ def model_of(
 
 
 def _term(num_bytes: int, kind: Kind, source: str) -> Term:
-    return Term(part=Part.WEIGHTS, num_bytes=num_bytes, kind=kind, source=source)
+    return Term(name=TermName.WEIGHTS, num_bytes=num_bytes, kind=kind, source=source)

@@ -1,4 +1,4 @@
-"""One part of a worker's memory, and how far to believe the number."""
+"""One term of a worker's memory, and how far to believe the number."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Kind(StrEnum):
     ESTIMATE = "estimate"  # about these
 
 
-class Part(StrEnum):
-    """The parts of a worker's memory."""
+class TermName(StrEnum):
+    """The terms of a worker's memory."""
 
     WEIGHTS = "weights"
     CACHE = "KV cache"
@@ -29,7 +29,7 @@ class Part(StrEnum):
 class Term:
     """Bytes on each rank; on the one that needs most, where they differ."""
 
-    part: Part
+    name: TermName
     num_bytes: int
     kind: Kind
     source: str  # of the formula, or what it is made of

@@ -1,4 +1,4 @@
-"""What one worker of a role needs, part by part, and whether it fits on its device.
+"""What one worker of a role needs, term by term, and whether it fits on its device.
 
 All bytes are those of one rank; of ranks that differ, the one that needs most.
 """
@@ -17,7 +17,7 @@ from twinpool.lab.memory.cache_format import FORMATS, CacheFormat
 from twinpool.lab.memory.cache_shape import CacheSettings
 from twinpool.lab.memory.capacity import Capacity
 from twinpool.lab.memory.planned_model import PlannedModel
-from twinpool.lab.memory.term import Kind, Part, Term
+from twinpool.lab.memory.term import Kind, Term, TermName
 from twinpool.lab.memory.transfer_buffers import (
     TransferSide,
     group_bytes,
@@ -33,7 +33,7 @@ CUDA_BYTES = 640 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class HeldLoad:
     """Conversations that are to be held at once."""
 
     num_tokens: int  # of each, prompt and answer together
@@ -60,7 +60,7 @@ class WorkerShape:
     num_threads: int = 1  # of each rank, on a CPU
     cache_bytes: int | None = None  # of the KV cache of each rank; None: what is left
     reserve_bytes: int | None = None  # None: an estimate
-    load: Load | None = None  # what must fit into the cache
+    load: HeldLoad | None = None  # what must fit into the cache
     engine: EngineConfig = field(default_factory=EngineConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)
 
@@ -87,7 +87,7 @@ class WorkerShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """The parts of a worker's memory."""
+    """The terms of a worker's memory."""
 
     worker: WorkerShape
     terms: tuple[Term, ...]
@@ -112,8 +112,8 @@ class WorkerPlan:
         """The KV cache of all ranks together: the setting ``kv_memory`` that gives this plan."""
         return self.capacity.cache_bytes * self.worker.num_ranks
 
-    def term(self, part: Part) -> Term:
-        return next(term for term in self.terms if term.part is part)
+    def term(self, name: TermName) -> Term:
+        return next(term for term in self.terms if term.name is name)
 
     @property
     def _missing_cache_bytes(self) -> int:
@@ -128,7 +128,7 @@ class WorkerPlan:
 def plan_worker(model: PlannedModel, worker: WorkerShape) -> WorkerPlan:
     """Plan the memory of one worker.
 
-    The KV cache takes what was told; else what the load needs; else all that the other parts leave, which
+    The KV cache takes what was told; else what the load needs; else all that the other terms leave, which
     is at least two blocks, one to finish a sequence and one to begin the next.
 
     Raises:
@@ -185,9 +185,9 @@ def _buffer_terms(worker: WorkerShape) -> tuple[Term, Term]:
     staging, peers = staging_buffers(side), peer_buffers(side)
     group = group_bytes(worker.num_ranks, is_gpu=worker.is_gpu)
     return (
-        Term(part=Part.STAGING, num_bytes=staging.num_bytes, kind=staging.kind, source=staging.source),
+        Term(name=TermName.STAGING, num_bytes=staging.num_bytes, kind=staging.kind, source=staging.source),
         Term(
-            part=Part.PEERS,
+            name=TermName.PEERS,
             num_bytes=peers.num_bytes + group,
             kind=Kind.ESTIMATE if group else peers.kind,
             source=peers.source + (f"; {group} bytes for sums over ranks" if group else ""),
@@ -204,7 +204,7 @@ def _cache_term(model: PlannedModel, worker: WorkerShape, cache_bytes: int) -> T
     if states:
         parts.append(f"{states} bytes of states per sequence")
     return Term(
-        part=Part.CACHE,
+        name=TermName.CACHE,
         num_bytes=cache_bytes,
         kind=Kind.BOUND if shape.has_windows else Kind.EXACT,
         source=", ".join(parts) or "nothing is kept",
@@ -221,7 +221,7 @@ def _activations_term(model: PlannedModel, worker: WorkerShape, cache_bytes: int
     sizes = step_sizes(fields, num_ranks=worker.num_ranks, dtype=worker.dtype, num_threads=worker.num_threads)
     load = step_load(engine, worker.role, longest=longest, cached_tokens=cached)
     return Term(
-        part=Part.ACTIVATIONS,
+        name=TermName.ACTIVATIONS,
         num_bytes=activation_bytes(sizes, load),
         kind=Kind.BOUND if model.is_served and not worker.is_gpu else Kind.ESTIMATE,
         source=f"a step of {engine.max_batch_tokens} tokens, {engine.max_sequences} sequences, "
@@ -231,9 +231,9 @@ def _activations_term(model: PlannedModel, worker: WorkerShape, cache_bytes: int
 
 def _reserve_term(worker: WorkerShape) -> Term:
     if worker.reserve_bytes is not None:
-        return Term(part=Part.RESERVE, num_bytes=worker.reserve_bytes, kind=Kind.EXACT, source="as told")
+        return Term(name=TermName.RESERVE, num_bytes=worker.reserve_bytes, kind=Kind.EXACT, source="as told")
     return Term(
-        part=Part.RESERVE,
+        name=TermName.RESERVE,
         num_bytes=CUDA_BYTES if worker.is_gpu else PROGRAM_BYTES + HEAP_BYTES,
         kind=Kind.ESTIMATE,
         source="a CUDA context and workspaces"

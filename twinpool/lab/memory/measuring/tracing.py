@@ -33,7 +33,7 @@ class TracingRunner:
     def run(self, plan: BatchPlan, on_layer: LayerHook | None) -> tuple[ItemResult, ...]:
         if not self._is_tracing:
             return self._runner.run(plan, on_layer)
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return self._run_on_gpu(plan, on_layer)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
             results = self._runner.run(plan, on_layer)

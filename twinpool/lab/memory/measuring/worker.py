@@ -164,7 +164,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _peak_bytes() -> int:
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.cuda.max_memory_reserved()
     return process_memory.peak_resident_bytes()
 
