@@ -1,0 +1,166 @@
+"""The report of a made-up study says what its numbers say, and is one page that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.lab.study.made_up import BAD, measured, settings
+from twinpool.core.errors import ConfigError
+from twinpool.lab.study.cell import Cell
+from twinpool.lab.study.findings.all import conclude
+from twinpool.lab.study.folder import StudyFolder
+from twinpool.lab.study.order import all_cells
+from twinpool.lab.study.report import write_report
+from twinpool.lab.study.results import read_results
+from twinpool.lab.study.tables import pools_table, requests_table
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> StudyFolder:
+    made = StudyFolder(tmp_path)
+    made.begin(settings())
+    for cell in all_cells(settings()):
+        add(made, cell)
+    return made
+
+
+def add(folder: StudyFolder, cell: Cell, *, bad: int | None = None, problems: tuple[str, ...] = ()) -> None:
+    made = measured(cell, bad=bad, problems=problems)
+    folder.add(made.measurement, records=made.records, stories=made.stories)
+
+
+def told(folder: StudyFolder, kind: str) -> list[str]:
+    return [each.text for each in conclude(read_results(folder)) if each.kind == kind]
+
+
+def test_conclusions_name_the_difference_and_where_there_is_none(folder: StudyFolder) -> None:
+    conclusions = conclude(read_results(folder))
+
+    # 2 req/s x 80 % are 1.6 within the limits, x 60 % are 1.2: a third more.
+    first = conclusions[1]
+    assert first.text == "At 2 req/s 1:1 serves 33 % more within the limits than colocated."
+    assert first.evidence == (
+        "1.6 against 1.2 req/s within the limits; the difference is +0.4 to +0.4 req/s "
+        "(95% bootstrap interval, 3 repeats)"
+    )
+    assert [told(folder, "goodput")[0], *told(folder, "goodput")[2:]] == [
+        "Disaggregation wins with 1:1 at 2 req/s, and loses nowhere.",
+        "At 1 req/s there is no difference in requests within the limits between 1:1 and colocated.",
+    ]
+
+
+def test_a_loss_is_told_as_plainly(folder: StudyFolder) -> None:
+    for repeat in range(3):
+        add(folder, Cell(arm="1:1", rate=2.0, repeat=repeat), bad=12)
+
+    assert told(folder, "goodput")[1] == "At 2 req/s 1:1 serves 33 % less within the limits than colocated."
+    assert told(folder, "goodput")[0] == (
+        "Disaggregation loses to colocated serving with 1:1 at 2 req/s, and wins nowhere."
+    )
+
+
+def test_ranges_that_overlap_are_no_difference(folder: StudyFolder) -> None:
+    add(folder, Cell(arm="1:1", rate=2.0, repeat=1), bad=8)  # as many as colocated, once
+
+    assert told(folder, "goodput") == [
+        "Disaggregation neither wins nor loses against colocated serving at any of these rates.",
+        "At 1 and 2 req/s there is no difference in requests within the limits between 1:1 and colocated.",
+    ]
+
+
+def test_cells_that_do_not_count_leave_too_few_to_conclude_from(folder: StudyFolder) -> None:
+    add(folder, Cell(arm="1:1", rate=2.0, repeat=1), problems=("sent late",))
+
+    assert "Nothing can be concluded about 1:1 at 2 req/s." in told(folder, "goodput")
+    assert told(folder, "doubt")[-1] == "1 of 12 cells do not count."
+
+
+def test_the_busier_pool_and_hidden_time_are_told(folder: StudyFolder) -> None:
+    assert told(folder, "pools") == [
+        "At 2 req/s the prefill pool of 1:1 is the busier one; its decode pool has time left."
+    ]
+    # Each transfer takes 40 ms, and its last 10 ms come after the first token.
+    assert told(folder, "transfer")[0].startswith("In 1:1 75 % of the time in which KV moves")
+
+
+def test_tables_show_both_normalisations(folder: StudyFolder) -> None:
+    results = read_results(folder)
+
+    table = requests_table(results)
+    row = dict(zip(table.columns, table.rows[2], strict=True))
+    assert (row["rate, req/s"], row["arm"], row["within limits"], row["the same, req/s"]) == (
+        "2",
+        "1:1",
+        "80%",
+        "1.60",
+    )
+    assert row["per worker, req/s"] == "0.80"
+    assert row["against colocated"] == "+33%"
+    pools = pools_table(results)
+    prefill, decode = (dict(zip(pools.columns, row, strict=True)) for row in pools.rows[3:5])
+    assert (prefill["pool"], prefill["workers"], prefill["busy"]) == ("prefill", "1", "90%")
+    # 20 requests of 64 tokens, the last of them due after 9.5 s; it ends 0.36 s later on average.
+    assert prefill["prompt tokens/s per worker"] == f"{20 * 64 / 9.86:.0f}"
+    assert (decode["pool"], decode["output tokens/s per worker"]) == ("decode", f"{80 / 9.86:.1f}")
+    assert (prefill["KV sent, MiB per cell"], prefill["of that time hidden"]) == ("20.0", "75%")
+
+
+def test_the_page_needs_nothing_else_and_every_figure_is_there_twice(folder: StudyFolder) -> None:
+    path = write_report(folder)
+
+    text = path.read_text(encoding="utf-8")
+    links = re.findall(r'(?:src|href)\s*=\s*"([^"]*)"', text)
+    assert links and all(link.startswith("#") for link in links)
+    assert "<script" not in text and "@import" not in text and "url(http" not in text
+    assert text.count('<svg class="wide"') == text.count('<svg class="narrow"') == 6
+    assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
+    assert "At 2 req/s 1:1 serves 33 % more within the limits than colocated." in text
+    ids = _Ids()
+    ids.feed(text)
+    assert len(ids.found) == len(set(ids.found)), "an id stands twice"
+    assert {link[1:] for link in links} <= set(ids.found)
+    for name in ("goodput", "share", "ttft", "tpot", "waterfall", "timeline"):
+        assert (folder.path / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert len(json.loads((folder.path / "study.json").read_text())["cells"]) == 12
+
+
+def test_axes_have_units(folder: StudyFolder) -> None:
+    text = write_report(folder).read_text(encoding="utf-8")
+
+    for label in ("rate of requests (req/s)", "within both limits (req/s)", "since the request was sent (s)"):
+        assert f">{label}<" in text.replace("time since", "since") or label in text
+    assert " ms<" in text and " s<" in text
+
+
+def test_equal_studies_make_equal_pages(folder: StudyFolder) -> None:
+    assert write_report(folder).read_bytes() == write_report(folder).read_bytes()
+
+
+def test_a_folder_in_which_more_than_roles_differ_has_no_report(folder: StudyFolder) -> None:
+    path = folder.path / "cells" / "1-1_at_1_r2.json"
+    changed = json.loads(path.read_text())
+    changed["config"]["settings"]["threads"] = 2
+    path.write_text(json.dumps(changed))
+
+    with pytest.raises(
+        ConfigError, match=r"^settings\.threads: is 1 in .* and 2 in 1:1 at 1 req/s, repeat 3"
+    ):
+        write_report(folder)
+
+
+def test_the_made_up_numbers_are_those_of_the_docstring() -> None:
+    assert [1 - bad / 20 for bad in BAD.values()] == [1.0, 1.0, 0.8, 0.6]
+
+
+class _Ids(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value for name, value in attrs if name == "id" and value]

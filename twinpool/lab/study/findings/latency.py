@@ -1,0 +1,58 @@
+"""Where an arm answers sooner or later than the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from twinpool.lab.study.findings.words import Conclusion, listed, ms, percent, rates_text
+from twinpool.lab.study.results import TPOT, TTFT, Metric, Results
+from twinpool.lab.study.spread import CONFIDENCE, Comparison
+
+
+def find(results: Results) -> Iterator[Conclusion]:
+    """Say it of the first token and of the others; arms without a difference at the same rates together."""
+    for metric in (TTFT, TPOT):
+        equal: dict[tuple[float, ...], list[str]] = {}
+        for arm in results.arms:
+            if arm == results.reference:
+                continue
+            known = {
+                rate: comparison
+                for rate in results.rates
+                if (comparison := results.comparison(metric, arm, rate)) is not None and comparison.is_known
+            }
+            yield from _changes(results, metric, arm, known)
+            same = tuple(rate for rate, comparison in known.items() if not comparison.differs)
+            if same:
+                equal.setdefault(same, []).append(arm)
+        for rates, arms in equal.items():
+            yield Conclusion(
+                kind="latency",
+                text=f"There is no difference in the {metric.name} between {listed(arms)} and "
+                f"{results.reference} at {rates_text(rates)}.",
+                evidence=f"the {CONFIDENCE:.0%} intervals of their means overlap",
+            )
+
+
+def _changes(
+    results: Results, metric: Metric, arm: str, known: Mapping[float, Comparison]
+) -> Iterator[Conclusion]:
+    for word, sign in (("lower", -1), ("higher", 1)):
+        changes = {
+            rate: abs(comparison.change)
+            for rate, comparison in known.items()
+            if comparison.differs and comparison.change is not None and comparison.change * sign > 0
+        }
+        if not changes:
+            continue
+        low, high = percent(min(changes.values())), percent(max(changes.values()))
+        by = low if low == high else f"{low} to {high}"
+        yield Conclusion(
+            kind="latency",
+            text=f"The {metric.name} of {arm} is {by} {word} than that of {results.reference} at "
+            f"{rates_text(changes)}.",
+            evidence="; ".join(
+                f"{ms(known[rate].mean)} against {ms(known[rate].other_mean)} at {rate:g} req/s"
+                for rate in changes
+            ),
+        )

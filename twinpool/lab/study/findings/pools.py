@@ -1,0 +1,57 @@
+"""Why an arm does what it does: which pool is the busier one, and how much of the moving of KV is hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import fmean
+
+from twinpool.lab.study.findings.words import Conclusion, ms, percent
+from twinpool.lab.study.results import Results
+
+_UNEQUAL = 0.15  # pools whose busy shares differ by less are said to be equally busy
+
+
+def find(results: Results) -> Iterator[Conclusion]:
+    """Say it for each arm that has two pools."""
+    for arm in results.arms:
+        yield from _busier(results, arm)
+    for arm in results.arms:
+        yield from _moved(results, arm)
+
+
+def _busier(results: Results, arm: str) -> Iterator[Conclusion]:
+    rate = max(each.cell.rate for each in results.valid if each.cell.arm == arm)
+    shares: dict[str, list[float]] = {}
+    for each in results.cells(arm, rate):
+        for role, use in each.pools.items():
+            if use.busy_share is not None:
+                shares.setdefault(role, []).append(use.busy_share)
+    busy = {role: fmean(told) for role, told in shares.items()}
+    if len(busy) != 2:
+        return
+    idler, busier = sorted(busy, key=busy.__getitem__)
+    if busy[busier] - busy[idler] < _UNEQUAL:
+        text = f"At {rate:g} req/s both pools of {arm} are about equally busy."
+    else:
+        text = (
+            f"At {rate:g} req/s the {busier} pool of {arm} is the busier one; its {idler} pool has time left."
+        )
+    evidence = ", ".join(
+        f"{role} workers are in a step {percent(share)} of the time" for role, share in busy.items()
+    )
+    yield Conclusion(kind="pools", text=text, evidence=evidence)
+
+
+def _moved(results: Results, arm: str) -> Iterator[Conclusion]:
+    uses = [each.transfers for each in results.valid if each.cell.arm == arm]
+    number, total_s = sum(use.transfers for use in uses), sum(use.total_s for use in uses)
+    if not number or not total_s:
+        return
+    hidden = sum(use.hidden_s for use in uses) / total_s
+    mib = sum(use.kv_bytes for use in uses) / number / 2**20
+    yield Conclusion(
+        kind="transfer",
+        text=f"In {arm} {percent(hidden)} of the time in which KV moves lies before the first token of its "
+        f"own request, hidden behind the computation of the prompt.",
+        evidence=f"{number:,} transfers of {mib:.2f} MiB and {ms(total_s / number)} on average",
+    )

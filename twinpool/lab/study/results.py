@@ -1,0 +1,156 @@
+"""All that was measured in a study, ordered to be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import fmean
+
+from twinpool.core.errors import ConfigError
+from twinpool.lab.study.cell import Cell, Measurement
+from twinpool.lab.study.driver import Guard
+from twinpool.lab.study.folder import StudyFolder
+from twinpool.lab.study.guard import flatten
+from twinpool.lab.study.order import bracket
+from twinpool.lab.study.settings import StudySettings
+from twinpool.lab.study.spread import Comparison, compare
+
+GOOD_SHARE = 0.9  # of the requests: a rate at which so many are within the limits is one that an arm can bear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One number of a cell that arms are compared by."""
+
+    name: str
+    unit: str
+    more_is_better: bool
+    of: Callable[[Measurement], float | None]
+
+
+GOODPUT = Metric(
+    name="requests within the limits", unit="req/s", more_is_better=True, of=lambda cell: cell.good_per_s
+)
+TTFT = Metric(
+    name="median time to the first token",
+    unit="s",
+    more_is_better=False,
+    of=lambda cell: cell.latency_s("ttft_s", "p50"),
+)
+TPOT = Metric(
+    name="median time per output token",
+    unit="s",
+    more_is_better=False,
+    of=lambda cell: cell.latency_s("tpot_s", "p50"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """What can be said of one study.
+
+    Args:
+        settings: Of the study.
+        measurements: Of its arms; those with problems are among them.
+        num_settings: Leaves of the resolved config that the guard compared.
+    """
+
+    settings: StudySettings
+    measurements: tuple[Measurement, ...]
+    num_settings: int
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """The arms that have a measurement that counts, in the order of the settings."""
+        there = {measurement.cell.arm for measurement in self.valid}
+        return tuple(arm.name for arm in self.settings.arms if arm.name in there)
+
+    @property
+    def reference(self) -> str:
+        """The arm that the others are compared to."""
+        wanted = self.settings.reference_arm
+        return wanted if wanted in self.arms else self.arms[0]
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        return tuple(sorted({measurement.cell.rate for measurement in self.valid}))
+
+    @property
+    def valid(self) -> tuple[Measurement, ...]:
+        return tuple(measurement for measurement in self.measurements if not measurement.problems)
+
+    @property
+    def invalid(self) -> tuple[Measurement, ...]:
+        return tuple(measurement for measurement in self.measurements if measurement.problems)
+
+    def cells(self, arm: str, rate: float) -> tuple[Measurement, ...]:
+        """Return the repeats that count."""
+        return tuple(
+            measurement
+            for measurement in self.valid
+            if measurement.cell.arm == arm and measurement.cell.rate == rate
+        )
+
+    def values(self, metric: Metric, arm: str, rate: float) -> dict[int, float]:
+        """Return a number by repeat; repeats that have none are left out."""
+        told = {each.cell.repeat: metric.of(each) for each in self.cells(arm, rate)}
+        return {repeat: value for repeat, value in told.items() if value is not None}
+
+    def comparison(self, metric: Metric, arm: str, rate: float) -> Comparison | None:
+        """Compare an arm with the reference; None if they have no repeat in common."""
+        return compare(self.values(metric, arm, rate), self.values(metric, self.reference, rate))
+
+    def good_share(self, arm: str, rate: float) -> float | None:
+        """Return the mean share within the limits; None if it was not measured."""
+        cells = self.cells(arm, rate)
+        return fmean(cell.good_share for cell in cells) if cells else None
+
+    def capacities(self, arm: str) -> dict[int, float]:
+        """Return, by repeat, the highest rate that an arm can bear, as far as rates were measured.
+
+        Zero is no rate that was measured; a repeat without any measurement is left out.
+        """
+        search = self.settings.search
+        share = GOOD_SHARE if search is None else search.share
+        found = {}
+        for repeat in range(self.settings.repeats):
+            shares = {
+                each.cell.rate: each.good_share
+                for each in self.valid
+                if each.cell.arm == arm and each.cell.repeat == repeat
+            }
+            if shares:
+                found[repeat] = bracket(shares, share)[0] or 0.0
+        return found
+
+
+def read_results(folder: StudyFolder) -> Results:
+    """Read a study and check once more that nothing but roles differed between its cells.
+
+    Raises:
+        ConfigError: It cannot be read, is empty, or arms differ in more.
+    """
+    settings = folder.settings()
+    names = {arm.name for arm in settings.arms}
+    found = {cell: measurement for cell, measurement in folder.measurements().items() if cell.arm in names}
+    results = Results(
+        settings=settings,
+        measurements=tuple(found[cell] for cell in sorted(found)),
+        num_settings=check_all(found.items(), settings.allowed),
+    )
+    if not results.arms:
+        raise ConfigError(str(folder.path), "holds no measurement that counts")
+    return results
+
+
+def check_all(measurements: Iterable[tuple[Cell, Measurement]], allowed: tuple[str, ...]) -> int:
+    """Let the guard compare every cell; return how many settings each has.
+
+    Raises:
+        ConfigError: Two differ.
+    """
+    guard, most = Guard(allowed), 0
+    for cell, measurement in measurements:
+        guard.check(measurement.config, cell)
+        most = max(most, sum(1 for _ in flatten(measurement.config)))
+    return most
