@@ -62,6 +62,19 @@ def test_pools_follow_the_roles_of_their_workers_and_so_do_restarted_ones(model:
         assert len(members(server)["decode-1"]["ranks"]) == 2  # of its pool, as ever
         assert server.answer() == expected
 
+        generations = {name: worker["generation"] for name, worker in members(server).items()}
+        (raylet,) = [process for process in server.descendants() if process.name() == "raylet"]
+        raylet.kill()  # whoever starts the workers anew has to be told of their roles
+        assert until(
+            lambda: (
+                are_ready(server, prefill_0="prefill", decode_0="decode", decode_1="prefill")
+                and all(w["generation"] > generations[name] for name, w in members(server).items())
+            ),
+            within_s=PATIENCE_S,
+        ), members(server)
+        assert server.log.read_text().count("worker decode-1 (decode) joined") == 1
+        assert server.answer() == expected
+
         server.client.post("/admin/scale", {"prefill": 1, "decode": 2})
         assert until(
             lambda: are_ready(server, prefill_0="prefill", decode_0="decode", decode_2="decode"),

@@ -172,6 +172,20 @@ def test_a_client_that_reads_slowly_is_moved_when_it_reads_on() -> None:
     check(lambda: world_of(prefill=1, decode=2), scenario)
 
 
+def test_a_client_that_had_only_its_first_token_goes_on_elsewhere_too() -> None:
+    async def scenario(world: World) -> None:
+        async with aclosing(world.router.generate(LONG, world.timeline(LONG))) as outputs:
+            tokens = [(await anext(outputs)).token_id]
+            busy = next(h for h in world.pool.handles if h.info.role is DECODE and h.in_flight)
+            with pytest.raises(Unavailable, match="still holds something of its requests"):  # a ticket
+                await change(world, busy.worker_id, PREFILL, timeout_s=0.5)
+            tokens += [output.token_id async for output in outputs]
+        assert tokens == answer(LONG)
+        assert moves(world) == 1
+
+    check(lambda: world_of(prefill=1, decode=2, role_settle_s=0.5), scenario)
+
+
 def test_a_client_that_reads_nothing_keeps_no_worker_from_its_role() -> None:
     async def scenario(world: World) -> None:
         async with aclosing(world.router.generate(LONG, world.timeline(LONG))) as outputs:

@@ -16,6 +16,7 @@ from twinpool.core.config import bind, unbind
 from twinpool.core.errors import Unavailable
 
 _LINE_BYTES = 2**22
+_SEND_S = 5.0
 _END_MARGIN_S = 30.0  # beyond the time to drain, for the ends of Ray and of every process
 
 
@@ -110,9 +111,10 @@ class AgentProcess:
 
     async def _send(self, message: object) -> None:
         assert self._process is not None and self._process.stdin is not None
-        with contextlib.suppress(ConnectionError):  # its end is heard by ``_follow``
+        # Its end is heard by ``_follow``; what one that is slow has not read yet waits here.
+        with contextlib.suppress(ConnectionError, TimeoutError):
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            await self._process.stdin.drain()
+            await asyncio.wait_for(self._process.stdin.drain(), _SEND_S)
 
     def _close_stdin(self) -> None:
         assert self._process is not None and self._process.stdin is not None

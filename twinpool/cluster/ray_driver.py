@@ -32,6 +32,7 @@ from twinpool.core.config import bind, unbind
 from twinpool.core.errors import ConfigError, ServingError
 
 _SYNC_EVERY_S = 0.5
+_FIRST_ORDERS_S = 0.1  # for those that were there before us, so that no worker is started and ended again
 _SYNC_TIMEOUT_S = 5.0
 FAILED = 3  # exit code after an event has told why; any other but 0 is a crash
 _FINISH_MARGIN_S = 15.0  # for the ends of processes beyond the time to drain
@@ -129,6 +130,7 @@ class _Driver:
 
         told: Sequence[WorkerReport] | None = None
         is_away = False
+        self._hear(controller, timeout_s=_FIRST_ORDERS_S)
         while self._drain_s is None:
             try:
                 reports = ray.get(controller.sync.remote(self._wanted), timeout=_SYNC_TIMEOUT_S)
