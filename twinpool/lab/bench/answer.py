@@ -81,6 +81,10 @@ class Answer:
         Raises:
             ValueError: An event is no JSON object, or far too long.
         """
+        is_one = data.startswith(b"data: ") and data.endswith(b"\n\n") and data.count(b"\n") == 2
+        if is_one and not self._rest and not self._data:
+            self._event(data[6:-2], now_s)
+            return
         *lines, self._rest = (self._rest + data if self._rest else data).split(b"\n")
         for ended in lines:
             line = ended[:-1] if ended.endswith(b"\r") else ended
