@@ -15,6 +15,7 @@ from typing import NamedTuple, cast
 from twinpool.core.errors import TransferDamaged
 
 MAX_BODY_BYTES = 2**20  # the header of the largest message
+_LINGER_S = 0.5
 _WORD = struct.Struct("<BIIII")
 
 _log = logging.getLogger(__name__)
@@ -76,9 +77,17 @@ class WordProtocol(asyncio.Protocol):
         self._transport.abort()
 
     async def close(self) -> None:
-        """Close the line; its socket is closed on return."""
-        self.cut()
-        await self._gone.wait()
+        """Close the line; its socket is closed on return.
+
+        What was said is sent first, if the peer takes it soon: it may be how a part ended that is whole.
+        """
+        self._transport.close()
+        try:
+            async with asyncio.timeout(_LINGER_S):
+                await self._gone.wait()
+        except TimeoutError:
+            self.cut()
+            await self._gone.wait()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)

@@ -53,9 +53,13 @@ class Incoming:
         """
         while await self._take_part(stream, hello, on_admitted):
             length = 0
-            async with asyncio.timeout(_FORGOTTEN_S):
-                while not length:  # the sender may say that it has sent everything when that is known already
-                    length = await read_length(stream)
+            try:
+                async with asyncio.timeout(_FORGOTTEN_S):
+                    while not length:  # the sender may say that it has sent everything when that is known
+                        length = await read_length(stream)
+            except asyncio.CancelledError:  # this worker closes; the last part's end may not have left yet
+                await stream.close_gently()
+                raise
             async with asyncio.timeout(self._config.connect_timeout_s):
                 hello = await _read_hello(stream, length)
 

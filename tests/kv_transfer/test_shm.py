@@ -24,7 +24,7 @@ from kv_transfer.frame import Frame
 from kv_transfer.hub import Hub
 from kv_transfer.line.segment import SLOT_BYTES, WELCOME, Segment, share_segment, shared_segment
 from kv_transfer.line.words import What, Word
-from kv_transfer.messages import frame_headers, hello_to_bytes
+from kv_transfer.messages import end_reply, frame_headers, hello_to_bytes
 from kv_transfer.registry import unavailable
 from kv_transfer.transports.shm import ShmTransport
 from tests.kv_transfer.receiver_process import CONFIG, NUM_BLOCKS, receiver_process
@@ -625,6 +625,37 @@ def test_messages_of_a_part_that_is_over_or_was_never_admitted_give_their_slots_
             raw.say(Word(What.GIVE_UP, 2), Word(What.DONE, 2))  # of what is over already
             raw._writer.write_eof()
             assert await raw.hears_nothing_more()
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_closes_still_says_that_a_part_was_whole() -> None:
+    async def scenario() -> None:
+        async with two_workers("shm", FOUR_SLOTS) as (prefill, decode):
+            ticket = await expect(decode, blocks=BLOCKS, num_tokens=TOKENS)
+            frames = frames_of(prefill.store, ticket, BLOCKS, frame_tokens=TOKENS)
+            raw = await raw_sender(decode)
+            raw._writer.transport.pause_reading()  # type: ignore[attr-defined]
+            transport = decode.transport
+            assert isinstance(transport, ShmTransport)
+            await eventually(lambda: len(transport._receiving) == 1)
+            (line,) = transport._receiving
+            line._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4608)
+            refused = hello_to_bytes(replace(hello_of(ticket), transfer_id="unknown"))
+            raw.say(*(Word(What.HELLO, number, body=refused) for number in range(200)))
+            raw.say(Word(What.HELLO, 200, body=hello_to_bytes(hello_of(ticket))))
+            raw.say(*(message_of(raw, frame, channel=200, slot=slot) for slot, frame in enumerate(frames)))
+            await decode.receiver.wait(ticket.transfer_id, ticket.epoch)
+            await eventually(lambda: line.is_idle)
+            assert line._transport.get_write_buffer_size() > 0, "the last word has not left"
+
+            closing = asyncio.create_task(transport.close())
+            await eventually(line._transport.is_closing)
+            raw._writer.transport.resume_reading()  # type: ignore[attr-defined]
+            words = [await raw.hear() for _ in range(200 + 1 + len(frames) + 1)]
+            assert await raw.hears_nothing_more()
+            await closing
+            assert words[-1] == Word(What.END, 200, body=end_reply(None))
 
     asyncio.run(scenario())
 

@@ -18,7 +18,9 @@ import pytest
 
 from kv_transfer.config import MAX_MESSAGE_BYTES, TransferConfig
 from kv_transfer.hub import Hub
-from kv_transfer.messages import MAX_HELLO_BYTES, hello_to_bytes, pack
+from kv_transfer.messages import MAX_HELLO_BYTES, end_reply, hello_to_bytes, pack
+from kv_transfer.stream.byte_stream import ByteStream
+from kv_transfer.stream.incoming import Incoming
 from kv_transfer.transports.tcp import TcpTransport
 from tests.kv_transfer.cut_proxy import CutProxy
 from tests.kv_transfer.proxied import proxied
@@ -485,6 +487,36 @@ def test_a_second_hello_on_a_connection_is_as_good_as_the_first_and_anything_els
             guest.say(bytes(MAX_HELLO_BYTES + 1))
             replies = await guest.heard()
             assert [reply.complete for reply in replies] == [False, False, True] * 2
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_closes_still_says_that_a_part_was_whole() -> None:
+    async def scenario() -> None:
+        async with two_workers("tcp", CONFIG) as (prefill, decode):
+            ticket = await expect(decode, blocks=BLOCKS, num_tokens=TOKENS)
+            message = pack(frames_of(prefill.store, ticket, BLOCKS, frame_tokens=TOKENS))
+            here, there = socket.socketpair()
+            here.setblocking(False)
+            there.setblocking(False)
+            stream = ByteStream(here)
+            stream.write(bytes(2**22))  # more than a socket holds, and nobody reads
+            incoming = Incoming(decode.receiver, CONFIG)
+            taking = asyncio.create_task(incoming.take(stream, hello_of(ticket), on_admitted=lambda: None))
+            there.send(struct.pack("<I", len(message)) + message)
+            await decode.receiver.wait(ticket.transfer_id, ticket.epoch)
+            await asyncio.sleep(0.01)
+            assert not stream.is_drained, "the last word has not left"
+
+            taking.cancel()
+            heard = b""
+            async with asyncio.timeout(PATIENCE_S):
+                while piece := await asyncio.get_running_loop().sock_recv(there, 2**20):
+                    heard += piece
+            there.close()
+            await asyncio.wait({taking})
+            assert taking.cancelled()
+            assert heard.endswith(end_reply(None))
 
     asyncio.run(scenario())
 
