@@ -241,3 +241,18 @@ def test_a_part_larger_than_all_slots_arrives_whole() -> None:
         await decode.close()
 
     asyncio.run(scenario())
+
+
+def test_a_cache_in_host_memory_is_moved_from_there_though_the_machine_has_a_gpu(
+    agents: tuple[NixlAgent, NixlAgent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kv_transfer.lanes.nixl import NixlLanes
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    lanes = NixlLanes(CONFIG, agents[0], net_devices="lo")
+
+    assert not lanes.moves_tensors
+    lane = lanes.to_peer("")
+    assert lane.offer["device"] == "cpu"
+    lane.close()
