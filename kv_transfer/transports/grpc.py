@@ -93,11 +93,6 @@ class GrpcTransport:
     def endpoint(self) -> Endpoint:
         return self._endpoint
 
-    @property
-    def num_connections(self) -> int:
-        """Connections to peers that are kept."""
-        return len(self._connections)
-
     async def start(self, sink: FrameSink) -> None:
         service = _PushService(sink, self._config, needs_certificate=self._tls is not None)
         handler = grpc.stream_stream_rpc_method_handler(service.push)
