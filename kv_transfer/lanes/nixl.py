@@ -42,8 +42,8 @@ class NixlLanes:
     """
 
     def __init__(self, config: TransferConfig, agent: NixlAgent, *, net_devices: str) -> None:
-        # The cache is there before its transports, and one on a GPU has started CUDA in this process; a GPU that
-        # the machine has beside a cache in host memory is none of ours.
+        # The cache is there before its transports, and one on a GPU has started CUDA in this process; a GPU
+        # that the machine has beside a cache in host memory is none of ours.
         has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self.moves_tensors = has_gpu
         self._device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
