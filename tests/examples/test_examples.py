@@ -94,3 +94,12 @@ def test_memory_plan_prints_what_a_model_needs(model: Path) -> None:
     # 2 layers x key and value x 2 heads x 16 elements x 2 bytes each
     assert f"conversations of 1024 tokens fit, {1024 * 256:,} bytes each" in done.stdout
     assert "of 1,073,741,824 bytes" in done.stdout
+
+
+def test_simulate_ratio_finds_the_layout_that_answers_most_in_time() -> None:
+    done = run("simulate_ratio.py", "h100-llama-3.1-8b", "24")
+
+    assert done.returncode == 0, done.stderr
+    shares = dict(re.findall(r"^(\w+) +([\d.]+)%", done.stdout, re.MULTILINE))
+    assert set(shares) == {"4C", "1P3D", "2P2D", "3P1D"}
+    assert max(shares, key=lambda layout: float(shares[layout])) == "2P2D"

@@ -63,6 +63,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_bench(commands)
     _add_kv_bench(commands)
+    _add_sweep(commands)
+    _add_compare(commands)
+    _add_report(commands)
+    _add_simulate(commands)
     _add_plan(commands)
     return parser
 
@@ -193,6 +197,14 @@ def _add_bench(commands: Commands) -> None:
     command.set_defaults(run=_bench)
 
 
+def _add_simulate(commands: Commands) -> None:
+    command = commands.add_parser(
+        "simulate", help="predict how workers would answer a workload", allow_abbrev=False
+    )
+    options.add_simulate(command)
+    command.set_defaults(run=_simulate)
+
+
 def _add_kv_bench(commands: Commands) -> None:
     command = commands.add_parser(
         "kv-bench",
@@ -210,6 +222,34 @@ def _add_plan(commands: Commands) -> None:
     )
     options.add_plan(command)
     command.set_defaults(run=_plan)
+
+
+def _add_sweep(commands: Commands) -> None:
+    command = commands.add_parser(
+        "sweep", help="measure pool ratios of the same workers beside each other", allow_abbrev=False
+    )
+    command.add_argument("--workers", type=int, default=None, metavar="N", help="in every arm")
+    command.add_argument("--ratios", default=None, metavar="P:D,P:D", help="(default: all of the workers)")
+    command.add_argument("--colocated", action="store_true", help="compare with all of them colocated too")
+    options.add_study(command)
+    command.set_defaults(run=_study)
+
+
+def _add_compare(commands: Commands) -> None:
+    command = commands.add_parser(
+        "compare", help="measure one pool ratio beside colocated serving", allow_abbrev=False
+    )
+    command.add_argument("--ratio", dest="ratios", default="1:1", metavar="P:D", help="(default: 1:1)")
+    options.add_study(command)
+    command.set_defaults(run=_study, workers=None, colocated=True)
+
+
+def _add_report(commands: Commands) -> None:
+    command = commands.add_parser(
+        "report", help="make the report of a sweep or a comparison anew", allow_abbrev=False
+    )
+    command.add_argument("folder", metavar="DIR", help="of the study")
+    command.set_defaults(run=_report)
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -296,6 +336,12 @@ def _bench(args: argparse.Namespace) -> int:
     return bench.bench(args)
 
 
+def _simulate(args: argparse.Namespace) -> int:
+    from twinpool.cli import simulate
+
+    return simulate.simulate(args)
+
+
 def _kv_bench(args: argparse.Namespace) -> int:
     from twinpool.cli import kv_bench
 
@@ -306,6 +352,18 @@ def _plan(args: argparse.Namespace) -> int:
     from twinpool.cli import plan
 
     return plan.plan(args)
+
+
+def _study(args: argparse.Namespace) -> int:
+    from twinpool.cli import study
+
+    return study.study(args)
+
+
+def _report(args: argparse.Namespace) -> int:
+    from twinpool.cli import study
+
+    return study.report(args)
 
 
 def _one_line(error: BaseException) -> str:

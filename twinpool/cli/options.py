@@ -171,6 +171,74 @@ def add_bench(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_simulate(command: argparse.ArgumentParser) -> None:
+    """Add the options of `simulate`."""
+    command.add_argument("workload", nargs="?", help="as for `bench`")
+    _add_file(command)
+    workers = command.add_argument_group("workers")
+    workers.add_argument("--layout", metavar="LAYOUT", help="as in 2P1D, 3C or 1P1D1C (default: 1P1D)")
+    workers.add_argument("--profile", metavar="NAME", help="of each worker; or a path to a YAML file")
+    workers.add_argument("--decode-profile", metavar="NAME", help="of decode workers, if another one")
+    workers.add_argument("--profiles", action="store_true", help="list profiles and links, and exit")
+    _set(workers, ("--policy", "simulation.router.policy", str, "NAME", "of the router"))
+    _set(workers, ("--max-chunk-tokens", "engine.max_chunk_tokens", int, "N", "of one prompt in a step"))
+    _set(workers, ("--max-batch-tokens", "engine.max_batch_tokens", int, "N", "most tokens of one step"))
+    _set(workers, ("--max-sequences", "engine.max_sequences", int, "N", "most sequences of one step"))
+    way = command.add_argument_group("the way between them")
+    _set(way, ("--link", "simulation.transfer.link", str, "NAME", "of each worker (ib_ndr_400g)"))
+    way.add_argument("--bandwidth", metavar="SIZE", help="of it, a second, as in 25GB; else the link's")
+    _set(way, ("--overlap", "simulation.transfer.overlap", str, "WHEN", "layers (default), steps or none"))
+    command.add_argument("--speed", type=float, default=None, help="times the rate of the workload")
+    command.add_argument("--ttft", default=None, metavar="TIME", help="limit of a good answer, as in 500ms")
+    command.add_argument("--tpot", default=None, metavar="TIME", help="the same, per token after the first")
+    command.add_argument("--out", default=None, metavar="DIR", help="for requests.jsonl and summary.json")
+    command.add_argument("--json", action="store_true", help="print the summary as JSON")
+
+
+def add_study(command: argparse.ArgumentParser) -> None:
+    """Add the options that `sweep` and `compare` share."""
+    load = command.add_argument_group("load")
+    load.add_argument("--rates", default=None, metavar="A,B", help="requests per second, as in 1,2,4")
+    load.add_argument(
+        "--search",
+        default=None,
+        metavar="LEAST:MOST",
+        help="instead: find the highest rate between these that enough requests of are within the limits",
+    )
+    load.add_argument("--share", type=float, default=0.9, help="that is enough (default: %(default)s)")
+    load.add_argument(
+        "--workload",
+        default="synthetic:prompt=lognormal(256),output=lognormal(64)",
+        help="as of `bench`; it is sent at each rate (default: %(default)s)",
+    )
+    load.add_argument("--ttft", required=True, metavar="TIME", help="limit of a good answer, as in 500ms")
+    load.add_argument("--tpot", required=True, metavar="TIME", help="the same, per token after the first")
+    load.add_argument("--cell", type=float, default=60.0, metavar="S", help="of sending (default: 60)")
+    load.add_argument("--repeats", type=int, default=3, metavar="N", help="of each cell (default: 3)")
+    load.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of an answer (default: 600)")
+    load.add_argument(
+        "--late-limit",
+        default="25ms",
+        metavar="TIME",
+        help="a cell does not count if one request in a hundred is sent later (default: 25ms)",
+    )
+    command.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="SETTING",
+        help="that may differ between arms beside roles, with * for any part; may be repeated",
+    )
+    command.add_argument(
+        "--out", default="study", metavar="DIR", help="of the study; what is there is kept (default: study)"
+    )
+    command.add_argument("--no-report", action="store_true", help="measure only; `report` makes it later")
+    command.add_argument("--url", default=None, help="of a running server; else one is started")
+    command.add_argument("--api-key", default=None, help="if the server asks for one (TWINPOOL_API_KEY)")
+    _add_file(command)
+    _add_engine(command)
+
+
 def add_client(command: argparse.ArgumentParser) -> None:
     """Add the options of commands that talk to a running server."""
     command.add_argument("--url", default=None, help="of the server (TWINPOOL_URL; http://127.0.0.1:8000)")

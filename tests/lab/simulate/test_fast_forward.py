@@ -14,7 +14,7 @@ from twinpool.engine.config import EngineConfig
 from twinpool.engine.engine import Engine
 from twinpool.lab.record import Record
 from twinpool.lab.simulate.config import Loss, Pool, RoleChange, SimulationConfig, parse_layout
-from twinpool.lab.simulate.simulation import simulate
+from twinpool.lab.simulate.simulation import run_simulation
 from twinpool.lab.workload.item import WorkItem
 
 PROFILE = "a100-llama-3.1-8b"
@@ -58,7 +58,7 @@ def config(layout: str, *, kv_gigabytes: float = 0.0, **engine: object) -> Simul
 
 def records(items: Iterator[WorkItem], deployment: SimulationConfig) -> list[Record]:
     found: list[Record] = []
-    simulate(items, deployment, on_record=found.append)
+    run_simulation(items, deployment, on_record=found.append)
     return sorted(found, key=lambda record: record.index)
 
 
@@ -139,7 +139,7 @@ def test_a_worker_that_changes_its_role_serves_in_the_new_one() -> None:
         config("2P1D"), role_changes=(RoleChange(at_s=4.0, worker="prefill-1", role=Role.DECODE),)
     )
     found: list[Record] = []
-    result = simulate(workload(150, seed=5, rate=6.0), deployment, on_record=found.append)
+    result = run_simulation(workload(150, seed=5, rate=6.0), deployment, on_record=found.append)
     uses = {use.worker: use for use in result.workers}
 
     assert not any(record.error for record in found)

@@ -11,7 +11,7 @@ from twinpool.core.ports import Role
 from twinpool.lab.record import Record
 from twinpool.lab.simulate.config import Emulate, Overlap, Pool, SimulationConfig, Transfer
 from twinpool.lab.simulate.link import SharedLink
-from twinpool.lab.simulate.simulation import simulate
+from twinpool.lab.simulate.simulation import run_simulation
 from twinpool.lab.simulate.transfer import token_bytes
 from twinpool.lab.workload.item import WorkItem
 
@@ -64,7 +64,7 @@ def test_each_worker_has_a_link_that_its_transfers_share_unless_the_tool_that_ig
             WorkItem(index=i, arrival_s=0.0, prompt_tokens=512, output_tokens=2) for i in range(num_prefill)
         ]
         found: list[Record] = []
-        simulate(
+        run_simulation(
             items, SimulationConfig(pools=pools, transfer=transfer, emulate=emulate), on_record=found.append
         )
         return sorted(record.gaps_s[0] for record in found)

@@ -27,7 +27,7 @@ from twinpool.lab.simulate.config import (
     Transfer,
 )
 from twinpool.lab.simulate.link import SharedLink
-from twinpool.lab.simulate.simulation import simulate
+from twinpool.lab.simulate.simulation import run_simulation
 from twinpool.lab.simulate.transfer import token_bytes
 from twinpool.lab.workload.item import WorkItem
 
@@ -55,7 +55,7 @@ def arrivals(rows: Iterable[Iterable[float]]) -> Iterator[WorkItem]:
 
 def run(items: Iterable[WorkItem], config: SimulationConfig) -> list[Record]:
     found: list[Record] = []
-    simulate(items, config, on_record=found.append)
+    run_simulation(items, config, on_record=found.append)
     assert not [record.error for record in found if record.error]
     return sorted(found, key=lambda record: record.index)
 
@@ -197,7 +197,7 @@ def ttfts(profile: str, *, rate: float, count: int, seed: int) -> list[float]:
         Pool(role=role, workers=1, profile=profile, engine=engine) for role in (Role.PREFILL, Role.DECODE)
     )
     found: list[float] = []
-    simulate(
+    run_simulation(
         items(),
         SimulationConfig(pools=pools, router=PATIENT),
         on_record=lambda record: found.append(record.ttft_s or 0.0),

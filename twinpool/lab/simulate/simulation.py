@@ -38,7 +38,7 @@ from twinpool.lab.workload.item import WorkItem
 LOOK_EVERY_S = 0.05  # at a worker that empties for another role
 
 
-def simulate(
+def run_simulation(
     items: Iterable[WorkItem],
     config: SimulationConfig,
     *,

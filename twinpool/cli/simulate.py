@@ -1,0 +1,127 @@
+"""`twinpool simulate`: lets a workload come to workers that are not there, and shows how it would go."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from twinpool.cli.simulate_args import Asked, asked
+from twinpool.cli.summary_view import show_summary
+from twinpool.core.config import unbind
+from twinpool.core.errors import ConfigError
+from twinpool.lab.profile.profile import load_links, load_profile, profile_names
+from twinpool.lab.record import Record
+from twinpool.lab.records import record_line
+from twinpool.lab.simulate.result import SimulationResult
+from twinpool.lab.simulate.simulation import run_simulation
+
+_COLUMNS = ("worker", "busy", "steps", "prefilled", "decoded", "found", "preempted", "KV in", "KV out")
+
+
+def simulate(args: argparse.Namespace) -> int:
+    """Run it, or list what can be named; return 0 if a request was answered."""
+    if args.profiles:
+        _list_profiles()
+        return 0
+    wanted = asked(args)
+    began_s = process_time()
+    with _file(args.out) as on_record:
+        result = run_simulation(wanted.workload, wanted.config, limits=wanted.limits, on_record=on_record)
+    told = _told(wanted, result)
+    if args.out is not None:
+        text = json.dumps(told, indent=2, allow_nan=False)
+        (Path(args.out) / "summary.json").write_text(text + "\n", encoding="utf-8")
+    if args.json:
+        print(json.dumps(told, indent=2, allow_nan=False))
+    else:
+        _show(wanted, result, cpu_s=process_time() - began_s)
+    return 0 if result.summary.num_answered else 1
+
+
+@contextmanager
+def _file(out: str | None) -> Iterator[Callable[[Record], None] | None]:
+    """Write each record as it is made."""
+    if out is None:
+        yield None
+        return
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        file = (Path(out) / "requests.jsonl").open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("--out", f"{out} cannot be written: {error.strerror}") from None
+    with file:
+        yield lambda record: print(record_line(record), file=file)
+
+
+def _told(wanted: Asked, result: SimulationResult) -> dict[str, Any]:
+    """Return everything but the requests: equal runs give equal texts, so no time of day is in it."""
+    found = result.to_json()
+    workers = found.pop("workers")
+    profiles = sorted({pool.profile for pool in wanted.config.pools})
+    return {
+        "tool": "twinpool simulate",
+        "version": version("twinpool"),
+        "config": unbind(wanted.config),
+        "profiles": {name: load_profile(name).source for name in profiles},
+        "workload": wanted.workload.to_json(),
+        "simulated_s": result.simulated_s,
+        "workers": workers,
+        "summary": found,
+    }
+
+
+def _show(wanted: Asked, result: SimulationResult, *, cpu_s: float) -> None:
+    console = Console(highlight=False)
+    pools = ", ".join(f"{pool.workers} {pool.role} on {pool.profile}" for pool in wanted.config.pools)
+    console.print(f"{wanted.workload.kind} to {pools}: simulated", soft_wrap=True)
+    show_summary(console, result.summary)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, name in enumerate(_COLUMNS):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for use in result.workers:
+        busy = use.busy_s / result.simulated_s if result.simulated_s else 0.0
+        table.add_row(
+            use.worker,
+            f"{busy:.1%}",
+            f"{use.steps:,}",
+            _short(use.prefilled_tokens),
+            _short(use.decoded_tokens),
+            _short(use.prefix_hit_tokens),
+            f"{use.preemptions:,}",
+            f"{_short(use.kv_bytes_in)}B",
+            f"{_short(use.kv_bytes_out)}B",
+        )
+    console.print(table)
+    rate = result.summary.num_requests / cpu_s if cpu_s > 0.0 else 0.0
+    console.print(
+        f"{result.simulated_s:,.0f} s simulated in {cpu_s:.1f} CPU s, {rate:,.0f} requests a second"
+    )
+
+
+def _short(number: int) -> str:
+    """Return ``2.95 M`` for 2,948,695."""
+    for factor, letter in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= factor:
+            return f"{number / factor:.2f} {letter}"
+    return f"{number} "
+
+
+def _list_profiles() -> None:
+    console = Console(highlight=False)
+    for name in profile_names():
+        profile = load_profile(name)
+        console.print(f"{name}: {profile.hardware}, {profile.engine}; {profile.source}", soft_wrap=True)
+    for name, link in load_links().items():
+        console.print(
+            f"link {name}: {link.bytes_s / 1e9:g} GB/s, {link.latency_s * 1e3:g} ms; {link.source}",
+            soft_wrap=True,
+        )
