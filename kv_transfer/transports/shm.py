@@ -31,10 +31,10 @@ from functools import partial
 from kv_transfer.config import TransferConfig
 from kv_transfer.hello import Hello
 from kv_transfer.hub import Hub
-from kv_transfer.line.receiving import ReceivingLine
-from kv_transfer.line.segment import MAX_SLOTS, share_segment, shared_segment
-from kv_transfer.line.sending import LineLost, SendingLine, ShmChannel
-from kv_transfer.stream.readiness import readable
+from kv_transfer.shm_line.receiving import ReceivingLine
+from kv_transfer.shm_line.segment import MAX_SLOTS, share_segment, shared_segment
+from kv_transfer.shm_line.sending import LineLost, SendingLine, ShmChannel
+from kv_transfer.tcp_line.readiness import readable
 from kv_transfer.this_host import host_id, is_own_user
 from kv_transfer.transport import FrameSink
 from twinpool.core.errors import ConfigError, TransferError, TransferTimeout

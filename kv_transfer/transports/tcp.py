@@ -26,11 +26,11 @@ from kv_transfer.arrivals import Arrivals, Known
 from kv_transfer.config import TransferConfig
 from kv_transfer.hello import Hello
 from kv_transfer.hub import Hub
-from kv_transfer.stream.byte_stream import ByteStream, StreamLost
-from kv_transfer.stream.channel import TcpChannel
-from kv_transfer.stream.idle import IdleStreams
-from kv_transfer.stream.incoming import Incoming
-from kv_transfer.stream.tls_stream import secured
+from kv_transfer.tcp_line.byte_stream import ByteStream, StreamLost
+from kv_transfer.tcp_line.channel import TcpChannel
+from kv_transfer.tcp_line.idle import IdleStreams
+from kv_transfer.tcp_line.incoming import Incoming
+from kv_transfer.tcp_line.tls_stream import secured
 from kv_transfer.transport import FrameSink
 from twinpool.core.errors import TransferError, TransferTimeout, Untrusted
 from twinpool.core.ticket import Endpoint

@@ -18,12 +18,12 @@ import grpc.aio
 from kv_transfer.config import TransferConfig
 from kv_transfer.frame import Frame
 from kv_transfer.lanes.nixl_agent import NixlAgent
-from kv_transfer.line.segment import Segment, shared_segment
-from kv_transfer.line.words import What, Word
 from kv_transfer.pair.batch import aligned
 from kv_transfer.pair.control import Control, Kind
 from kv_transfer.pair.greeting import answer_to_bytes
 from kv_transfer.pair.lane import Placed, SendLane
+from kv_transfer.shm_line.segment import Segment, shared_segment
+from kv_transfer.shm_line.words import What, Word
 from twinpool.core.errors import TransferError
 from twinpool.core.payload import HostPayload
 

@@ -22,10 +22,10 @@ import pytest
 from kv_transfer.config import TransferConfig
 from kv_transfer.frame import Frame
 from kv_transfer.hub import Hub
-from kv_transfer.line.segment import SLOT_BYTES, WELCOME, Segment, share_segment, shared_segment
-from kv_transfer.line.words import What, Word
 from kv_transfer.messages import end_reply, frame_headers, hello_to_bytes
 from kv_transfer.registry import unavailable
+from kv_transfer.shm_line.segment import SLOT_BYTES, WELCOME, Segment, share_segment, shared_segment
+from kv_transfer.shm_line.words import What, Word
 from kv_transfer.transports.shm import ShmTransport
 from tests.kv_transfer.receiver_process import CONFIG, NUM_BLOCKS, receiver_process
 from tests.kv_transfer.workers import (
@@ -285,7 +285,7 @@ def test_a_peer_that_does_not_answer_is_asked_again_on_a_new_line() -> None:
 
 
 def test_an_unused_line_is_closed_and_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_transfer.line.sending._IDLE_S", 0.05)
+    monkeypatch.setattr("kv_transfer.shm_line.sending._IDLE_S", 0.05)
 
     async def scenario() -> None:
         async with two_workers("shm", FOUR_SLOTS) as (prefill, decode):

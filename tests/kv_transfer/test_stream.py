@@ -9,8 +9,8 @@ import pytest
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.hub import Hub
-from kv_transfer.stream.byte_stream import ByteStream
-from kv_transfer.stream.incoming import Incoming
+from kv_transfer.tcp_line.byte_stream import ByteStream
+from kv_transfer.tcp_line.incoming import Incoming
 from tests.kv_transfer.workers import expect, hello_of, start_worker
 from twinpool.core.errors import TransferError
 

@@ -19,8 +19,8 @@ import pytest
 from kv_transfer.config import MAX_MESSAGE_BYTES, TransferConfig
 from kv_transfer.hub import Hub
 from kv_transfer.messages import MAX_HELLO_BYTES, end_reply, hello_to_bytes, pack
-from kv_transfer.stream.byte_stream import ByteStream
-from kv_transfer.stream.incoming import Incoming
+from kv_transfer.tcp_line.byte_stream import ByteStream
+from kv_transfer.tcp_line.incoming import Incoming
 from kv_transfer.transports.tcp import TcpTransport
 from tests.kv_transfer.cut_proxy import CutProxy
 from tests.kv_transfer.proxied import proxied
@@ -292,7 +292,7 @@ def test_a_kept_connection_that_is_gone_costs_nothing_but_a_new_one() -> None:
 
 
 def test_unused_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_transfer.stream.idle._IDLE_S", 0.05)
+    monkeypatch.setattr("kv_transfer.tcp_line.idle._IDLE_S", 0.05)
 
     async def scenario() -> None:
         async with two_workers("tcp", CONFIG) as (prefill, decode):
@@ -306,7 +306,7 @@ def test_unused_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_connections_that_their_sender_forgot_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kv_transfer.stream.incoming._FORGOTTEN_S", 0.05)
+    monkeypatch.setattr("kv_transfer.tcp_line.incoming._FORGOTTEN_S", 0.05)
 
     async def scenario() -> None:
         async with two_workers("tcp", CONFIG) as (prefill, decode):

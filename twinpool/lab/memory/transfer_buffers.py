@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kv_transfer.config import TransferConfig
-from kv_transfer.line.segment import MAX_SLOTS
 from kv_transfer.pair.lane import slot_shape
 from kv_transfer.registry import PREFERENCE, transport_names
+from kv_transfer.shm_line.segment import MAX_SLOTS
 from twinpool.core.errors import ConfigError
 from twinpool.core.ports import Role
 from twinpool.lab.memory.term import Kind
@@ -18,7 +18,7 @@ from twinpool.lab.memory.term import Kind
 # Of an NCCL communicator of two ranks with 8 channels; about 100 MB with 16.
 NCCL_PAIR_BYTES = 52 * 10**6
 _GPU_COPIES = 4  # gathered and encoded on the way out, placed and decoded on the way in
-_TCP_SPARE = 4  # kv_transfer/stream/incoming.py keeps so many buffers for the next messages
+_TCP_SPARE = 4  # kv_transfer/tcp_line/incoming.py keeps so many buffers for the next messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

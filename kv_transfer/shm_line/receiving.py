@@ -10,9 +10,9 @@ from functools import partial
 from kv_transfer.frame import Frame
 from kv_transfer.hello import Hello
 from kv_transfer.intake import take_in
-from kv_transfer.line.segment import SLOT_BYTES, Segment
-from kv_transfer.line.words import What, Word, WordProtocol
 from kv_transfer.messages import end_reply, frames_in, hello_from_bytes
+from kv_transfer.shm_line.segment import SLOT_BYTES, Segment
+from kv_transfer.shm_line.words import What, Word, WordProtocol
 from kv_transfer.transport import FrameSink
 from twinpool.core.errors import TransferDamaged, TransferError
 

@@ -12,8 +12,8 @@ from kv_transfer.frame import Frame
 from kv_transfer.hello import Hello
 from kv_transfer.intake import take_in
 from kv_transfer.messages import MAX_HELLO_BYTES, credit_reply, end_reply, hello_from_bytes, unpack
-from kv_transfer.stream.byte_stream import ByteStream, StreamLost
-from kv_transfer.stream.lengths import read_length, read_small, write_with_length
+from kv_transfer.tcp_line.byte_stream import ByteStream, StreamLost
+from kv_transfer.tcp_line.lengths import read_length, read_small, write_with_length
 from kv_transfer.transport import FrameSink
 from twinpool.core.errors import TransferDamaged, TransferError
 

@@ -11,7 +11,7 @@ import socket
 import ssl
 from contextlib import suppress
 
-from kv_transfer.stream.byte_stream import ByteStream
+from kv_transfer.tcp_line.byte_stream import ByteStream
 
 _PIECE_BYTES = 2**17  # of ciphertext that goes through memory at once
 

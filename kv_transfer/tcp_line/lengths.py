@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from kv_transfer.stream.byte_stream import ByteStream
+from kv_transfer.tcp_line.byte_stream import ByteStream
 from twinpool.core.errors import TransferDamaged
 
 _LENGTH = struct.Struct("<I")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from kv_transfer.stream.byte_stream import ByteStream
+from kv_transfer.tcp_line.byte_stream import ByteStream
 
 _IDLE_S = 30.0  # one that was unused for so long is closed
 _MAX_IDLE = 8  # to one peer

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 from kv_transfer.frame import Frame
 from kv_transfer.hello import Hello
-from kv_transfer.line.segment import SLOT_BYTES, Segment
-from kv_transfer.line.words import What, Word, WordProtocol
 from kv_transfer.messages import copied, frame_headers, hello_to_bytes, read_reply
+from kv_transfer.shm_line.segment import SLOT_BYTES, Segment
+from kv_transfer.shm_line.words import What, Word, WordProtocol
 from twinpool.core.errors import TransferDamaged, TransferError
 
 _IDLE_S = 60.0  # a line that was unused for so long is closed

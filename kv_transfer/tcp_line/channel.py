@@ -11,9 +11,9 @@ from kv_transfer.credit import Credit
 from kv_transfer.frame import Frame
 from kv_transfer.hello import Hello
 from kv_transfer.messages import header_of, hello_to_bytes, read_reply
-from kv_transfer.stream.byte_stream import ByteStream, StreamLost
-from kv_transfer.stream.idle import IdleStreams
-from kv_transfer.stream.lengths import NOTHING, read_length, read_small, write_with_length
+from kv_transfer.tcp_line.byte_stream import ByteStream, StreamLost
+from kv_transfer.tcp_line.idle import IdleStreams
+from kv_transfer.tcp_line.lengths import NOTHING, read_length, read_small, write_with_length
 from twinpool.core.errors import TransferError
 
 _MAX_REPLY_BYTES = 2**16
