@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from kv_transfer.config import TransferConfig
 from router.http.config import HTTPConfig
-from twinpool.cluster.config import DeploymentConfig
+from twinpool.cluster.config import DeploymentConfig, WorkerConfig
 from twinpool.cluster.serve import check_reachable, deployment_spec, shown_settings
 from twinpool.core.config import unbind
 from twinpool.core.errors import ConfigError
+from twinpool.core.ports import Role
 
 ELSEWHERE = DeploymentConfig(ray_address="10.0.0.1:6379", join_host="10.0.0.2")
 
@@ -71,3 +73,12 @@ def test_workers_that_are_started_elsewhere_have_settings_of_their_own() -> None
         "placement",
         "router",
     }
+
+
+def test_a_transport_that_reaches_no_other_process_is_refused_before_anything_loads() -> None:
+    transfer = TransferConfig(transports=("tcp", "loopback"))
+
+    with pytest.raises(ConfigError, match=r"^transfer.transports: loopback reaches no other process"):
+        DeploymentConfig(transfer=transfer)
+    with pytest.raises(ConfigError, match=r"^transfer.transports: loopback reaches no other process"):
+        WorkerConfig(worker_id="w", role=Role.DECODE, generation=1, join="127.0.0.1:1", transfer=transfer)

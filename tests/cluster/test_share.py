@@ -1,4 +1,4 @@
-"""What each rank of a worker loads, and what it is spared."""
+"""What each rank of a worker loads."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ import gc
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
-from kv_transfer.config import TransferConfig
 from tests.checkpoints_toy import make_checkpoint
 from twinpool.cluster.config import WorkerConfig
 from twinpool.cluster.share import load_share
-from twinpool.cluster.worker import run_worker
-from twinpool.core.errors import ConfigError
 from twinpool.core.ports import Role
 from twinpool.engine.parallel import SingleRank
 
@@ -36,10 +31,3 @@ def test_what_a_rank_has_loaded_is_no_more_looked_through_for_garbage(tmp_path: 
         assert not any(each is loaded or each is cache for each in gc.get_objects())
     finally:
         gc.unfreeze()
-
-
-def test_a_worker_with_a_transport_that_reaches_nobody_ends_before_it_loads_its_model() -> None:
-    transfer = TransferConfig(transports=("loopback", "tcp"))
-
-    with pytest.raises(ConfigError, match=r"^transfer.transports: loopback reaches no other process"):
-        run_worker(replace(WORKER, model="/no/such/folder", transfer=transfer), report=lambda *news: None)

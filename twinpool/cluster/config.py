@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from kv_transfer.config import TransferConfig
+from kv_transfer.registry import check_between_processes
 from router.config import RouterConfig
 from router.http.config import HTTPConfig
 from twinpool.cluster.pools import Life
@@ -165,6 +166,7 @@ class DeploymentConfig(ModelConfig):
     def __post_init__(self) -> None:
         # The decorator makes a class with slots anew, so ``super()`` would look for one that is not there.
         ModelConfig.__post_init__(self)
+        check_between_processes(self.transfer.transports)
         prefill, decode = (pool.dtype or self.dtype for pool in (self.pools.prefill, self.pools.decode))
         if prefill != decode and not self.transfer.convert_dtypes:
             raise ConfigError(
@@ -207,6 +209,7 @@ class WorkerConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)
+        check_between_processes(self.transfer.transports)
         if not 1 <= self.tensor_parallel <= MAX_RANKS:
             raise ConfigError("tensor_parallel", f"{self.tensor_parallel} is not in [1, {MAX_RANKS}]")
 

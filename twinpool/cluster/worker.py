@@ -24,7 +24,6 @@ from typing import Literal, NoReturn
 
 import torch
 
-from kv_transfer.registry import check_between_processes
 from twinpool.cluster.blocking import in_thread
 from twinpool.cluster.child import threads_of
 from twinpool.cluster.child_main import Report, Watch
@@ -57,7 +56,6 @@ def run_worker(config: WorkerConfig, *, report: Report, watch: Watch | None = No
     Raises:
         ServingError: It cannot start, the router does not take it, or its engine died of a bug.
     """
-    check_between_processes(config.transfer.transports)  # before a model is loaded, which may take minutes
     trust = worker_trust(config)
     torch.set_num_threads(threads_of(config))
     return asyncio.run(_Life(config, trust, report).run(watch))
