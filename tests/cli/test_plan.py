@@ -48,8 +48,8 @@ def test_what_does_not_fit_is_said_with_what_to_cut(
 
     out = capsys.readouterr().out
     assert code == 1
-    assert "does not fit: " in out and "too much on each rank" in out
-    assert "cut KV cache: " in out and "conversations instead of 32" in out
+    assert "does not fit: " in out and "are missing on each rank" in out
+    assert "  KV cache: " in out and "conversations instead of 32" in out
 
 
 def test_a_model_that_is_not_served_is_planned_and_said_to_be_one(

@@ -108,10 +108,10 @@ def _verdict(made: MemoryPlan, plan: WorkerPlan) -> list[str]:
         blocks = "" if plan.num_blocks is None else f" in {plan.num_blocks:,} blocks"
         return [f"fits, with room for {room}{blocks}: --kv-memory {plan.kv_memory_bytes}"]
     missing = plan.missing_bytes
-    lines = [f"[bold]does not fit[/bold]: {bytes_text(missing)} ({missing:,} bytes) too much on each rank"]
+    lines = [f"[bold]does not fit[/bold]: {bytes_text(missing)} ({missing:,} bytes) are missing on each rank"]
     for cut in made.cuts(plan):
         enough = "enough" if cut.is_enough else "not enough"
-        lines.append(f"  cut {cut.term}: {cut.change} saves {bytes_text(cut.saved_bytes)}, {enough}")
+        lines.append(f"  {cut.term}: {cut.change} gains {bytes_text(cut.saved_bytes)}, {enough}")
     return lines
 
 

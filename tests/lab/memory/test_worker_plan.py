@@ -88,6 +88,27 @@ def test_weights_that_do_not_fit_are_told_to_be_shared() -> None:
     assert [cut.change for cut in find_cuts(MODEL, plan) if cut.is_enough] == ["2 ranks instead of 1"]
 
 
+def test_a_cache_that_was_told_too_small_is_told_to_grow() -> None:
+    load = HeldLoad(num_tokens=8192, num_conversations=3)
+    plan = plan_worker(MODEL, worker(cache_bytes=2 * 2**30, load=load))
+
+    assert plan.missing_bytes == 2**30
+    cuts = find_cuts(MODEL, plan)
+    grow = next(cut for cut in cuts if cut.change.startswith("a KV cache of"))
+    assert grow.change == f"a KV cache of {3 * 2**30} bytes on each rank instead of {2 * 2**30}"
+    assert grow.is_enough
+    assert any(cut.change == "2 conversations instead of 3" for cut in cuts)
+
+
+def test_a_cache_that_was_told_too_large_is_told_to_shrink() -> None:
+    plan = plan_worker(MODEL, worker(cache_bytes=100 * 2**30))
+
+    (shrink,) = [cut for cut in find_cuts(MODEL, plan) if cut.change.startswith("a KV cache of")]
+    assert shrink.is_enough
+    size = int(shrink.change.split()[4])
+    assert plan_worker(MODEL, worker(cache_bytes=size)).fits
+
+
 def test_a_plan_that_fits_has_nothing_to_cut() -> None:
     assert find_cuts(MODEL, plan_worker(MODEL, worker())) == ()
 

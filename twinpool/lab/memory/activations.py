@@ -1,7 +1,7 @@
 """Tensors that live while a step is computed: the most there is room needed for, on one rank.
 
-Follows ``twinpool/engine/decoder.py`` and ``attention/torch_sdpa.py`` line by line, so it is a bound for the
-models that our engine runs; a test runs them and compares.  Of others it is an estimate.
+Follows ``twinpool/engine/decoder.py`` and ``attention/torch_sdpa.py`` line by line, so for one rank on a CPU
+it is a bound for the models that our engine runs; a test runs them and compares.  Else it is an estimate.
 
 Shapes as in the decoder: T tokens, S tokens seen, M model dim, F inner dim, H query heads, K KV heads,
 D head dim, V vocabulary; those of one rank.

@@ -16,9 +16,9 @@ from twinpool.lab.memory.worker_plan import HeldLoad, WorkerPlan, WorkerShape, p
 class Cut:
     """One change."""
 
-    term: TermName  # that it makes smaller first of all
+    term: TermName  # that it changes first of all
     change: str
-    saved_bytes: int
+    saved_bytes: int  # on each rank
     is_enough: bool
 
 
@@ -52,24 +52,11 @@ def _distance(cut: Cut, plan: WorkerPlan) -> int:
 def _changes(model: PlannedModel, plan: WorkerPlan) -> Iterator[tuple[TermName, str, WorkerShape]]:
     worker, load = plan.worker, plan.worker.load
     if load is not None:
-        fewer = _largest(
-            1, load.num_conversations, lambda number: _fits(model, worker, load, conversations=number)
-        )
-        if fewer:
-            told = f"{fewer} conversations instead of {load.num_conversations}"
-            yield TermName.CACHE, told, replace(worker, load=replace(load, num_conversations=fewer))
-        shorter = _largest(1, load.num_tokens, lambda tokens: _fits(model, worker, load, tokens=tokens))
-        if shorter:
-            told = f"conversations of {shorter} tokens instead of {load.num_tokens}"
-            yield TermName.CACHE, told, replace(worker, load=replace(load, num_tokens=shorter))
-    elif worker.cache_bytes is not None:
-        smaller = worker.cache_bytes - plan.missing_bytes
-        if smaller > 0:
-            yield (
-                TermName.CACHE,
-                f"a KV cache of {smaller} bytes on each rank",
-                replace(worker, cache_bytes=smaller),
-            )
+        yield from _smaller_loads(model, worker, load)
+    size = plan.cache_bytes_that_fit
+    if worker.cache_bytes is not None and size > 0:
+        told = f"a KV cache of {size} bytes on each rank instead of {worker.cache_bytes}"
+        yield TermName.CACHE, told, replace(worker, cache_bytes=size)
     if worker.dtype == "float32":
         yield TermName.WEIGHTS, "dtype bfloat16 instead of float32", replace(worker, dtype="bfloat16")
     if not model.is_served and worker.settings.form.element_bits > 8:
@@ -88,6 +75,25 @@ def _changes(model: PlannedModel, plan: WorkerPlan) -> Iterator[tuple[TermName, 
         yield TermName.STAGING, told, replace(worker, transfer=replace(transfer, credit_bytes=credit))
 
 
+def _smaller_loads(
+    model: PlannedModel, worker: WorkerShape, load: HeldLoad
+) -> Iterator[tuple[TermName, str, WorkerShape]]:
+    def with_number(number: int) -> WorkerShape:
+        return replace(worker, load=replace(load, num_conversations=number))
+
+    def with_tokens(tokens: int) -> WorkerShape:
+        return replace(worker, load=replace(load, num_tokens=tokens))
+
+    number = _largest(load.num_conversations, lambda number: plan_worker(model, with_number(number)).fits)
+    if number:
+        told = f"{number} conversations instead of {load.num_conversations}"
+        yield TermName.CACHE, told, with_number(number)
+    tokens = _largest(load.num_tokens, lambda tokens: plan_worker(model, with_tokens(tokens)).fits)
+    if tokens:
+        told = f"conversations of {tokens} tokens instead of {load.num_tokens}"
+        yield TermName.CACHE, told, with_tokens(tokens)
+
+
 def _more_ranks(model: PlannedModel, worker: WorkerShape) -> int:
     """Return 2, 4 or 8 times the ranks, the least that fits; twice as many if none does."""
     for factor in (2, 4, 8):
@@ -100,26 +106,9 @@ def _more_ranks(model: PlannedModel, worker: WorkerShape) -> int:
     return 2 * worker.num_ranks
 
 
-def _fits(
-    model: PlannedModel,
-    worker: WorkerShape,
-    load: HeldLoad,
-    *,
-    conversations: int | None = None,
-    tokens: int | None = None,
-) -> bool:
-    changed = replace(
-        load,
-        num_conversations=conversations or load.num_conversations,
-        num_tokens=tokens or load.num_tokens,
-    )
-    return plan_worker(model, replace(worker, load=changed)).fits
-
-
-def _largest(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number in [low, high) that fits; 0 if none does."""
-    if low >= high or not fits(low):
-        return 0
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number below ``limit`` that fits; 0 if none does."""
+    low, high = 0, limit
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

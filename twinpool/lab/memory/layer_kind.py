@@ -173,7 +173,7 @@ def _windowed(fields: ModelFields) -> tuple[LayerKind, ...]:
         every = config.integer(written, _FULL_EVERY.get(fields.family))
         local = [(layer + 1) % every != 0 for layer in layers]
     else:  # Qwen2's first layers see everything
-        first = config.fields.get("max_window_layers", 0)
+        first = config.fields.get("max_window_layers", 28 if fields.family in _WINDOWS_MUST_BE_ON else 0)
         if type(first) is not int or first < 0:
             raise fields.error("max_window_layers", f"{first!r} is no whole number")
         local = [layer >= first for layer in layers]

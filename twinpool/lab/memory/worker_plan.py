@@ -108,6 +108,12 @@ class WorkerPlan:
         return self.missing_bytes == 0
 
     @property
+    def cache_bytes_that_fit(self) -> int:
+        """The cache that the load needs; without one, or if it does not fit, what memory is left for it."""
+        left = self.capacity.cache_bytes - (self.total_bytes - self.worker.memory_bytes)
+        return min(left, self.capacity.cache_bytes + self._missing_cache_bytes)
+
+    @property
     def kv_memory_bytes(self) -> int:
         """The KV cache of all ranks together: the setting ``kv_memory`` that gives this plan."""
         return self.capacity.cache_bytes * self.worker.num_ranks
@@ -219,11 +225,13 @@ def _activations_term(model: PlannedModel, worker: WorkerShape, cache_bytes: int
     if not model.is_served:  # other engines neither gather what they attend to nor write masks
         longest = cached = engine.max_batch_tokens
     sizes = step_sizes(fields, num_ranks=worker.num_ranks, dtype=worker.dtype, num_threads=worker.num_threads)
+    # Several ranks gather logits, and GPUs have kernels of their own: neither is followed line by line.
+    is_followed = model.is_served and not worker.is_gpu and worker.num_ranks == 1
     load = step_load(engine, worker.role, longest=longest, cached_tokens=cached)
     return Term(
         name=TermName.ACTIVATIONS,
         num_bytes=activation_bytes(sizes, load),
-        kind=Kind.BOUND if model.is_served and not worker.is_gpu else Kind.ESTIMATE,
+        kind=Kind.BOUND if is_followed else Kind.ESTIMATE,
         source=f"a step of {engine.max_batch_tokens} tokens, {engine.max_sequences} sequences, "
         f"of which one may have {longest} tokens",
     )

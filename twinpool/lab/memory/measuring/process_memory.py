@@ -7,13 +7,8 @@ from pathlib import Path
 _STATUS = Path("/proc/self/status")
 
 
-def resident_bytes() -> int:
-    """Return what is resident now: own, shared, and of files."""
-    return _kib("VmRSS") * 1024
-
-
 def peak_resident_bytes() -> int:
-    """Return the most that was ever resident at once."""
+    """Return the most that was ever resident at once: own, shared, and of files."""
     return _kib("VmHWM") * 1024
 
 

@@ -28,7 +28,6 @@ class MeasuredWorker:
 class Measurement:
     """What a worker has taken; on a CPU of the process, on a GPU of its allocator."""
 
-    program_bytes: int  # resident before anything was loaded
     weight_bytes: int  # of the model's tensors
     cache_bytes: int  # of the cache's tensors
     activation_bytes: int  # most that torch had allocated at once in one step, beside those

@@ -62,7 +62,6 @@ async def _main() -> int:
 
 
 async def _serve(settings: MeasuredWorker, lines: AsyncIterator[str]) -> None:
-    program_bytes = process_memory.resident_bytes()
     torch.set_num_threads(settings.threads)
     loaded = load_model(Path(settings.folder), device=settings.device, dtype=settings.dtype)
     layout = loaded.spec.layout(block_tokens=settings.engine.block_tokens)
@@ -80,7 +79,6 @@ async def _serve(settings: MeasuredWorker, lines: AsyncIterator[str]) -> None:
                     _say({})
                 case {"do": "tell"}:
                     measured = Measurement(
-                        program_bytes=program_bytes,
                         weight_bytes=_num_bytes(vars(loaded.model).values()),
                         cache_bytes=cache_bytes,
                         activation_bytes=runner.peak_bytes,
