@@ -21,8 +21,8 @@ from benchmarks.fleet import Fleet, Timing, fleet
 from benchmarks.models import prompt, smollm2
 from benchmarks.worker import WorkerSpec
 from kv_transfer.config import TransferConfig
-from kv_transfer.shaper import LinkShape
 from twinpool.engine.config import EngineConfig
+from twinpool.lab.shaper import LinkShape
 
 TOKENS, CHUNK_TOKENS, LAYERS = 1024, EngineConfig().max_chunk_tokens, 30  # SmolLM2 has 30 layers
 ARMS = ("nothing to send", "streamed", "whole", "streamed, slow link", "whole, slow link")

@@ -21,7 +21,6 @@ from kv_transfer.config import TransferConfig
 from kv_transfer.ends import RankIdentity, start_ends
 from kv_transfer.group import Identity, ReceiverGroup, SenderGroup
 from kv_transfer.sender import KVSender
-from kv_transfer.shaper import LinkShape, ShapedTransport
 from prefill_service.service import PrefillService
 from twinpool.core.clock import SystemClock
 from twinpool.core.config import bind
@@ -36,6 +35,7 @@ from twinpool.engine.load import load_model
 from twinpool.engine.loop import EngineLoop
 from twinpool.engine.runner import TorchRunner
 from twinpool.engine.worker import WorkerService
+from twinpool.lab.shaper import LinkShape, ShapedTransport
 from twinpool.rpc.door import Door
 from twinpool.rpc.server import WorkerServer
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kv_transfer.shaper import LinkShape, ShapedTransport
 from router.config import Fallback, RouterConfig
 from tests.checkpoints_toy import make_checkpoint
 from tests.system import System, system
@@ -20,6 +19,7 @@ from twinpool.core.request import Request
 from twinpool.core.timeline import RequestTimeline
 from twinpool.engine.config import EngineConfig
 from twinpool.engine.load import LoadedModel, load_model
+from twinpool.lab.shaper import LinkShape, ShapedTransport
 
 BLOCK = 16
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 69)  # around the ends of one to four blocks

@@ -13,12 +13,12 @@ from kv_transfer.group import OutgoingTransfer
 from kv_transfer.hub import Hub
 from kv_transfer.registry import load_transport
 from kv_transfer.sender import KVSender
-from kv_transfer.shaper import LinkShape, ShapedTransport
 from tests.kv_transfer.numpy_store import NumpyStore
 from tests.kv_transfer.workers import SECRET, SENDER_ID, expect, start_worker
 from tests.toys import layout
 from tests.virtual_time import LoopClock, run_in_virtual_time
 from twinpool.core.errors import ConfigError, TransferTimeout
+from twinpool.lab.shaper import LinkShape, ShapedTransport
 
 LAYERS = 8
 LAYOUT = layout(num_layers=LAYERS, num_kv_heads=2, head_dim=64, block_tokens=16)

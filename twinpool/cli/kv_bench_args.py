@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kv_transfer.shaper import LinkShape
 from twinpool.core.errors import ConfigError
 from twinpool.core.units import parse_bytes, parse_seconds
 from twinpool.lab.kv_bench.driving import Wanted
 from twinpool.lab.kv_bench.probe import LAYOUTS, Probe
 from twinpool.lab.kv_bench.ways import check_names
+from twinpool.lab.shaper import LinkShape
 
 _LAYOUT, _BYTES, _MODEL_TOKENS = "8b-bf16", 64 * 2**20, 512
 _SMALL_BYTES, _REPEAT, _SMALL_REPEAT = 8 * 2**20, 7, 51

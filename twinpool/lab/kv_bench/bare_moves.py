@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from contextlib import AsyncExitStack
 
-from kv_transfer.shaper import LinkShape
 from twinpool.core.config import unbind
 from twinpool.lab.kv_bench.bare.link import LinkSize, Sending, bare_link
 from twinpool.lab.kv_bench.samples import Sample
 from twinpool.lab.kv_bench.talk import Talk
+from twinpool.lab.shaper import LinkShape
 
 _NUM_TRIES = 3  # of each piece size
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from kv_transfer.ends import RankIdentity
 from kv_transfer.registry import names_between_processes
-from kv_transfer.shaper import LinkShape
 from twinpool.core.clock import SystemClock
 from twinpool.core.config import unbind
 from twinpool.core.errors import ConfigError, TransferError
@@ -25,6 +24,7 @@ from twinpool.lab.kv_bench.sending import SendingWay, open_way
 from twinpool.lab.kv_bench.source import Source
 from twinpool.lab.kv_bench.talk import Talk
 from twinpool.lab.kv_bench.ways import missing_ways
+from twinpool.lab.shaper import LinkShape
 
 _NUM_PINGS = 9
 

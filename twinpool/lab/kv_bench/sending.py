@@ -13,7 +13,6 @@ from kv_transfer.group import OutgoingTransfer, SenderGroup
 from kv_transfer.plan import plan_head_copies
 from kv_transfer.rank import RankTransfers
 from kv_transfer.sender import KVSender
-from kv_transfer.shaper import LinkShape, ShapedTransport
 from twinpool.core.clock import SystemClock
 from twinpool.core.errors import TransferDamaged, TransferError
 from twinpool.core.ticket import Endpoint, KVTicket
@@ -22,6 +21,7 @@ from twinpool.lab.kv_bench.samples import Sample
 from twinpool.lab.kv_bench.source import Source
 from twinpool.lab.kv_bench.talk import Talk
 from twinpool.lab.kv_bench.watched import WatchedTransport
+from twinpool.lab.shaper import LinkShape, ShapedTransport
 from twinpool.pb.types_pb2 import KVTicket as TicketMessage
 from twinpool.rpc.codec import ticket_from_pb
 
