@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from twinpool.cluster.api_client import ApiClient
+from twinpool.cluster.server_process import server_process
 from twinpool.core.errors import ServingError, Unavailable
 
 PROMPTS = (
@@ -27,8 +24,6 @@ PROMPTS = (
     "Explain in two sentences why the sky is blue.",
     "Write a short poem about two friends who share the work.",
 )
-_START_LIMIT_S = 900.0  # the model may have to be fetched first
-_STOP_LIMIT_S = 90.0
 _STORY_LIMIT_S = 10.0
 
 
@@ -79,51 +74,13 @@ def _server(options: list[str], console: Console) -> Iterator[ApiClient]:
     Raises:
         Unavailable: It does not start, or does not end well.
     """
-    command = [sys.executable, "-m", "twinpool", "serve", "--port", "0", *options]
-    # A session of its own: Ctrl-C reaches this process, which then ends the server in its own way.
-    server = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        yield ApiClient(_wait_ready(server, console))
-    finally:
-        console.print("shutting down ...", style="dim")
-        server.send_signal(signal.SIGTERM)
-        try:
-            server.wait(_STOP_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-    if server.returncode:
-        raise Unavailable(f"the server ended with exit code {server.returncode}")
-
-
-def _wait_ready(server: subprocess.Popen[str], console: Console) -> str:
-    """Show the server's progress until it is ready; return its URL."""
-    last = [""]
-    assert server.stdout is not None and server.stderr is not None
-    threading.Thread(target=_show_progress, args=(server.stderr, console, last), daemon=True).start()
-    watchdog = threading.Timer(_START_LIMIT_S, server.terminate)
-    watchdog.daemon = True
-    watchdog.start()
-    try:
-        for line in server.stdout:
-            if line.startswith("ready "):
-                return line.split()[1]
-    finally:
-        watchdog.cancel()
-    server.wait()
-    time.sleep(0.1)
-    raise Unavailable(last[0] or f"the server ended with exit code {server.returncode}")
-
-
-def _show_progress(stream: Any, console: Console, last: list[str]) -> None:
     started_s = time.monotonic()
-    for line in stream:
-        text = line.strip()
-        if text.startswith("twinpool: "):
-            last[0] = text.removeprefix("twinpool: ").removeprefix("error: ")
-            console.print(f"{time.monotonic() - started_s:6.1f} s  {last[0]}", style="dim", markup=False)
+
+    def say(text: str) -> None:
+        console.print(f"{time.monotonic() - started_s:6.1f} s  {text}", style="dim", markup=False)
+
+    with server_process(options, say=say) as url:
+        yield ApiClient(url)
 
 
 def _answer(client: ApiClient, prompt: str, max_tokens: int, console: Console) -> tuple[list[int], str, str]:

@@ -26,8 +26,9 @@ def find(results: Results) -> Iterator[Conclusion]:
                 differ.append((arm, rate, comparison))
             else:
                 equal[arm].append(rate)
-    if results.reference == "colocated":
-        yield _verdict(differ, num_compared=len(differ) + sum(map(len, equal.values())))
+    num_compared = len(differ) + sum(map(len, equal.values()))
+    if results.reference == "colocated" and num_compared:
+        yield _verdict(differ, num_compared=num_compared)
     for arm, rate, comparison in sorted(differ, key=lambda each: (-each[1], each[0])):
         yield _differs(arm, rate, comparison, results.reference)
     yield from _equal(results, equal)

@@ -1,0 +1,116 @@
+"""`twinpool sweep`, `twinpool compare` and `twinpool report`: pool ratios beside each other."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import signal
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from twinpool.cli.study_args import serve_options, settings_of
+from twinpool.cli.study_watch import TerminalWatch
+from twinpool.cluster.server_process import server_process
+from twinpool.lab.bench.loop import precise_loop
+from twinpool.lab.study.driver import Driver, StudyStopped
+from twinpool.lab.study.figures.canvas import check_installed
+from twinpool.lab.study.findings.all import conclude
+from twinpool.lab.study.folder import StudyFolder
+from twinpool.lab.study.laboratory import Laboratory
+from twinpool.lab.study.report import write_report
+from twinpool.lab.study.results import read_results
+from twinpool.lab.study.server import StudiedServer
+from twinpool.lab.study.settings import StudySettings
+from twinpool.lab.study.tables import requests_table
+
+_INTERRUPTED = 130
+_SHOWN = (0, 1, 3, 4, 7, 8, 9, 10, 12)  # columns of the table of requests that a terminal has room for
+
+
+def study(args: argparse.Namespace) -> int:
+    """Measure what is not measured yet, and report; 130 if it was stopped, and what was measured is kept."""
+    settings, folder = settings_of(args), StudyFolder(Path(args.out))
+    options = serve_options(args, workers=settings.workers)
+    if not args.no_report:
+        check_installed()
+    console = Console(stderr=True)
+    gc.freeze()  # what is there now stays: looking through it again would delay what is measured
+    with folder.held():
+        folder.begin(settings)
+        try:
+            if args.url is not None:
+                _measure(settings, folder, args, args.url, console)
+            else:
+                with server_process(options, say=lambda text: _say(console, text)) as url:
+                    _measure(settings, folder, args, url, console)
+        except (StudyStopped, KeyboardInterrupt):
+            _say(
+                console, f"stopped; the same command goes on from the {_count(folder)} cells in {folder.path}"
+            )
+            if not args.no_report and _count(folder):
+                _report(folder)
+            return _INTERRUPTED
+        if not args.no_report:
+            _report(folder)
+    return 0
+
+
+def report(args: argparse.Namespace) -> int:
+    """Make the report of a study anew."""
+    _report(StudyFolder(Path(args.folder)))
+    return 0
+
+
+def _measure(
+    settings: StudySettings, folder: StudyFolder, args: argparse.Namespace, url: str, console: Console
+) -> None:
+    with asyncio.Runner(loop_factory=precise_loop) as runner:
+        runner.run(_measure_async(settings, folder, args, url, console))
+
+
+async def _measure_async(
+    settings: StudySettings, folder: StudyFolder, args: argparse.Namespace, url: str, console: Console
+) -> None:
+    api_key = args.api_key or os.environ.get("TWINPOOL_API_KEY")
+    loop = asyncio.get_running_loop()
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(StudiedServer(url, api_key=api_key))
+        watch = stack.enter_context(TerminalWatch(console))
+        laboratory = Laboratory(settings, server, on_start=watch.load)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, laboratory.stop)
+        if args.url is not None:
+            await stack.enter_async_context(server.roles_restored())
+        await Driver(settings, folder, laboratory, watch=watch).run()
+
+
+def _report(folder: StudyFolder) -> None:
+    path = write_report(folder)
+    results = read_results(folder)
+    console = Console(highlight=False)
+    told = requests_table(results)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for number in _SHOWN:
+        is_text = number in (1, _SHOWN[-1])
+        table.add_column(told.columns[number], justify="left" if is_text else "right", no_wrap=number == 1)
+    for row in told.rows:
+        table.add_row(*(row[number] for number in _SHOWN))
+    console.print(table)
+    for conclusion in conclude(results):
+        console.print(f"- {conclusion.text}", soft_wrap=True, markup=False)
+        console.print(f"  {conclusion.evidence}", soft_wrap=True, markup=False, style="dim")
+    console.print(f"\n{path}", soft_wrap=True, markup=False)
+
+
+def _count(folder: StudyFolder) -> int:
+    return len(folder.measurements())
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(f"twinpool: {text}", style="dim", markup=False, soft_wrap=True)
