@@ -27,15 +27,16 @@ class TracingRunner:
         self.peak_bytes = 0
 
     def start(self) -> None:
-        """Trace every step from now on; from any thread."""
-        self._is_tracing = True
+        """Trace every step from now on; in the main thread, as a process must trace there first."""
+        with _profile():
+            self._is_tracing = True
 
     def run(self, plan: BatchPlan, on_layer: LayerHook | None) -> tuple[ItemResult, ...]:
         if not self._is_tracing:
             return self._runner.run(plan, on_layer)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return self._run_on_gpu(plan, on_layer)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
+        with _profile() as traced:
             results = self._runner.run(plan, on_layer)
         assert traced.profiler is not None and traced.profiler.kineto_results is not None
         events = [event for event in traced.profiler.kineto_results.events() if event.name() == _MEMORY]
@@ -49,6 +50,10 @@ class TracingRunner:
         results = self._runner.run(plan, on_layer)
         self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated() - before)
         return results
+
+
+def _profile() -> profile:
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
 
 def _peak(changes: Iterable[int]) -> int:
