@@ -18,6 +18,7 @@ from rich.text import Text
 from twinpool.cli.bench_args import Asked, api_key_of, asked
 from twinpool.cli.summary_view import show_summary
 from twinpool.core.errors import ConfigError
+from twinpool.core.open_files import allow_many_files
 from twinpool.lab.bench.generator import LoadGenerator
 from twinpool.lab.bench.result import BenchResult
 from twinpool.lab.bench.run import run_bench
@@ -56,6 +57,7 @@ def _write_workload(path: Path, wanted: Asked) -> None:
 
 def _measured(args: argparse.Namespace, wanted: Asked) -> BenchResult:
     """Run it with progress on the terminal; everything that was measured is in the files, also of a part."""
+    allow_many_files()
     gc.freeze()  # what is there now stays: looking through it again would delay what is measured
     with _files(args.out) as on_record, _progress(wanted) as on_start:
         result = run_bench(

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from twinpool.lab.bench.loop import precise_loop
 
@@ -24,6 +26,7 @@ class Times:
     gap_s: float = 0.0
     freeze_after: int = 0  # generating requests; 0: never
     freeze_s: float = 0.0  # for so long the whole process does nothing
+    certificates: str = ""  # a folder as `twinpool certs` makes it; with one, the server talks TLS
 
 
 @contextmanager
@@ -33,7 +36,8 @@ def serving(times: Times | None = None) -> Iterator[str]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+            scheme = "https" if times is not None and times.certificates else "http"
+            yield f"{scheme}://localhost:{int(process.stdout.readline())}"
         finally:
             process.kill()
 
@@ -160,7 +164,12 @@ def _event(writer: asyncio.StreamWriter, value: object) -> None:
 
 
 async def _serve(times: Times) -> None:
-    server = await asyncio.start_server(Server(times).connected, "127.0.0.1", 0, backlog=4096)
+    context = None
+    if times.certificates:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(*(Path(times.certificates) / f"router.{end}" for end in ("pem", "key")))
+    connected = Server(times).connected
+    server = await asyncio.start_server(connected, "127.0.0.1", 0, backlog=4096, ssl=context)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 

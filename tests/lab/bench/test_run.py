@@ -10,11 +10,13 @@ import urllib.request
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.lab.bench.server import Times, serving
+from twinpool.cluster.private_ca import Wanted, make_files
 from twinpool.core.errors import ConfigError, Unavailable
 from twinpool.lab.bench.config import BenchConfig
 from twinpool.lab.bench.generator import LoadGenerator
@@ -102,11 +104,27 @@ def test_what_goes_wrong_is_counted_by_its_kind(behave: str, kind: str, has_firs
     assert result.first_problem.startswith(kind)
 
 
+def test_a_server_with_tls_is_measured_if_its_certificate_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_files(tmp_path, Wanted(hosts=("localhost",)))
+    spec = "synthetic:prompt=9,output=4,arrival=constant(50),count=20"
+    with serving(Times(certificates=str(tmp_path))) as url:
+        with pytest.raises(Unavailable, match=r"connect .*certificate verify failed"):
+            _run(url, spec)
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+        result, records = _run(url, spec)
+
+    assert url.startswith("https://localhost:")
+    assert result.summary.num_answered == 20
+    assert [len(record.gaps_s) for record in records] == [3] * 20
+
+
 def test_nobody_at_the_port_is_told_before_the_run() -> None:
     with serving() as url:
         pass
 
-    with pytest.raises(Unavailable, match="connect"):
+    with pytest.raises(Unavailable, match=r"connect .*Connect call failed"):
         _run(url, "synthetic:prompt=9,output=5,count=1")
 
 

@@ -30,7 +30,7 @@ class Exchange(Protocol):
         """What the response is fed with next came at this time."""
         ...
 
-    def ended(self, error: str, now_s: float) -> None:
+    def ended(self, error: str, now_s: float, reason: str = "") -> None:
         """Say that it is over; ``error`` is empty, or one of connect, disconnected and malformed."""
         ...
 
@@ -67,8 +67,8 @@ class Connection(asyncio.Protocol):
         self._exchange.received(now_s)
         try:
             self._response.feed(data)
-        except (Malformed, ValueError):
-            self._end("malformed", now_s)
+        except (Malformed, ValueError) as error:
+            self._end("malformed", now_s, str(error))
             self.abort()
             return
         if self._response.is_ended:
@@ -98,12 +98,12 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _end(self, error: str, now_s: float) -> None:
+    def _end(self, error: str, now_s: float, reason: str = "") -> None:
         exchange, self._exchange = self._exchange, None
         assert exchange is not None, "an exchange ends once"
         self._is_used = True
         self._pool.forget(exchange)
-        exchange.ended(error, now_s)
+        exchange.ended(error, now_s, reason)
 
 
 class ConnectionPool:
@@ -120,6 +120,7 @@ class ConnectionPool:
         self._most = most
         self._connect_timeout_s = connect_timeout_s
         self._loop = asyncio.get_running_loop()
+        self._address = target.host  # once one is open: where it leads, so that no name is looked up again
         self._open: set[Connection] = set()
         self._idle: dict[Connection, None] = {}  # the one that was used last is the last
         self._carried: dict[Exchange, Connection] = {}
@@ -190,14 +191,20 @@ class ConnectionPool:
     async def _connect(self, exchange: Exchange) -> None:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await self._loop.create_connection(
-                    lambda: Connection(self), self._target.host, self._target.port, ssl=self._target.tls
+                transport, connection = await self._loop.create_connection(
+                    lambda: Connection(self),
+                    self._address,
+                    self._target.port,
+                    ssl=self._target.tls,
+                    server_hostname=None if self._target.tls is None else self._target.host,
                 )
-        except (OSError, TimeoutError):
+        except (OSError, TimeoutError) as error:
             self._opening.pop(exchange, None)
-            exchange.ended("connect", self._loop.time())
+            reason = str(error) or f"not within {self._connect_timeout_s} s"
+            exchange.ended("connect", self._loop.time(), reason)
             self._next()
             return
         self._opening.pop(exchange, None)
+        self._address = transport.get_extra_info("peername")[0]
         self._open.add(connection)
         self._carry(exchange, connection)

@@ -34,12 +34,13 @@ class _Fetch:
     def received(self, now_s: float) -> None:
         pass
 
-    def ended(self, error: str, now_s: float) -> None:
+    def ended(self, error: str, now_s: float, reason: str = "") -> None:
         if self.done.done():
             return
         status = self._response.status
         if error or status != 200:
-            problem = error or f"{status} {bytes(self._body[:500]).decode('utf-8', 'replace')}"
+            told = reason if error else bytes(self._body[:500]).decode("utf-8", "replace")
+            problem = f"{error or status} {told}"
             self.done.set_exception(Unavailable(problem))
             return
         try:

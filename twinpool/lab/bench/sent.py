@@ -29,7 +29,7 @@ class SentRequest:
         self.item = item
         self.request = request
         self.error = ""
-        self.message = ""  # what the server said of it
+        self.message = ""  # what more is known of it, such as what the server said
         self._start_s = start_s
         self._on_end = on_end
         self._sent_s: float | None = None
@@ -54,9 +54,10 @@ class SentRequest:
     def received(self, now_s: float) -> None:
         self._now_s = now_s
 
-    def ended(self, error: str, now_s: float) -> None:
+    def ended(self, error: str, now_s: float, reason: str = "") -> None:
         self._end_s = now_s
         self._answer.finish()
+        self.message = reason
         self.error = error or self._problem()
         self._on_end(self)
 
