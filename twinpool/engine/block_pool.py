@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict, deque
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from twinpool.core.errors import NoFreeBlocks
@@ -50,8 +50,8 @@ class BlockPool:
         self._prefixes = prefixes
         self._free = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()  # the next to be evicted first
-        self._sole: dict[int, int] = {}  # the owner of a block that has one, as nearly all have
-        self._shared: dict[int, set[int]] = {}  # the owners of one that has several
+        self._private: dict[int, dict[int, None]] = {}  # by owner: blocks that nobody else ever had a way to
+        self._owners: dict[int, set[int]] = {}  # by block: of those that were published and are held
         self._draining: set[tuple[int, int]] = set()  # (block, owner)
 
     @property
@@ -85,15 +85,19 @@ class BlockPool:
             return Allocation(self._take_empty(owner, num_blocks), 0)
         self._check_room(num_blocks - self._num_held(prefix), room)
         shared = self._prefixes.find(prefix)
-        self._check_room(num_blocks - sum(map(self._is_held, shared)), room)
+        self._check_room(num_blocks - sum(block in self._owners for block in shared), room)
         for block in shared:  # before anything is evicted, which could be one of these
-            self._share(owner, block)
+            self._cached.pop(block, None)
+            owners = self._owners.setdefault(block, set())
+            assert owner not in owners, f"block {block} is owned by {owner} already"
+            owners.add(owner)
         return Allocation(shared + self._take_empty(owner, num_blocks - len(shared)), len(shared))
 
     def take_each(self, owners: Sequence[int]) -> list[int]:
         """Give each of ``owners``, in turn, one more block, an empty one; there must be so many."""
         blocks = self._empty(len(owners))
-        self._sole.update(zip(blocks, owners, strict=True))
+        for owner, block in zip(owners, blocks, strict=True):
+            self._private.setdefault(owner, {})[block] = None
         return blocks
 
     def publish(self, owner: int, block: int, name: BlockName, *, after: int | None) -> bool:
@@ -108,6 +112,8 @@ class BlockPool:
         self._check_owner(owner, [block] if after is None else [after, block])
         if not self._prefixes.add(block, name, after=after):
             return False
+        del self._private[owner][block]
+        self._owners[block] = {owner}
         for twin in self._prefixes.twins(block):
             if twin in self._cached:  # one is enough, and this one is in use
                 del self._cached[twin]
@@ -122,21 +128,28 @@ class BlockPool:
 
     def free(self, owner: int, blocks: Sequence[int]) -> None:
         """Take ``blocks``, in the order of their tokens, back from ``owner``."""
-        self._check_owner(owner, blocks)
-        assert len(set(blocks)) == len(blocks), "a block is freed twice"
+        names = set(blocks)
+        assert len(names) == len(blocks), "a block is freed twice"
         if self._draining:
             self._draining.difference_update((block, owner) for block in blocks)
-        if self._is_plain(blocks):
-            for block in blocks:
-                del self._sole[block]
+        private = self._private.get(owner, {})
+        if private.keys() == names:  # nobody else knows any of them
+            self._private.pop(owner, None)
             self._free.extend(reversed(blocks))
             return
+        self._check_owner(owner, blocks)
         for block in reversed(blocks):
-            if block in self._shared:
-                self._leave(owner, block)
-            else:
-                del self._sole[block]
+            if block in private:
+                del private[block]
+                self._free.append(block)
+                continue
+            owners = self._owners[block]
+            owners.remove(owner)
+            if not owners:
+                del self._owners[block]
                 self._let_go(block)
+        if not private:
+            self._private.pop(owner, None)
 
     def clear(self) -> int:
         """Forget every content; return how many cached blocks became free.  Owners keep what they hold."""
@@ -150,13 +163,14 @@ class BlockPool:
         """Return where the blocks are, each place counted by itself."""
         draining = {block for block, _ in self._draining}
         num_draining = sum(
-            all((block, owner) in self._draining for owner in self._owners(block)) for block in draining
+            all((block, owner) in self._draining for owner in self._owners.get(block, ()))
+            for block in draining
         )
         return BlockCounts(
             total=self._num_blocks,
             free=len(self._free),
             cached=len(self._cached),
-            owned=len(self._sole) + len(self._shared) - num_draining,
+            owned=len(self._owners) + sum(map(len, self._private.values())) - num_draining,
             draining=num_draining,
         )
 
@@ -166,45 +180,16 @@ class BlockPool:
         Whoever holds a block holds those before it, so halving finds the last one; a line of long prompts
         that wait for room is looked at in every step.
         """
-        return bisect_left(prefix, True, key=lambda name: not self._is_held(self._prefixes.block_of(name)))
-
-    def _is_held(self, block: int | None) -> bool:
-        return block in self._sole or block in self._shared
-
-    def _is_plain(self, blocks: Sequence[int]) -> bool:
-        """Whether none of ``blocks`` has several owners or can be found."""
-        return self._shared.keys().isdisjoint(blocks) and self._prefixes.blocks.isdisjoint(blocks)
-
-    def _owners(self, block: int) -> Set[int]:
-        return {self._sole[block]} if block in self._sole else self._shared.get(block, frozenset())
+        return bisect_left(prefix, True, key=lambda name: self._prefixes.block_of(name) not in self._owners)
 
     def _check_room(self, needed: int, room: int) -> None:
         if needed > room:
             raise NoFreeBlocks(needed=needed, free=room, total=self._num_blocks)
 
-    def _share(self, owner: int, block: int) -> None:
-        """Make ``owner`` one more owner of a block that holds what it looks for."""
-        owners = {*self._owners(block)}
-        assert owner not in owners, f"block {block} is owned by {owner} already"
-        if not owners:
-            self._cached.pop(block, None)
-            self._sole[block] = owner
-            return
-        self._sole.pop(block, None)
-        self._shared[block] = owners | {owner}
-
-    def _leave(self, owner: int, block: int) -> None:
-        """Let ``owner`` leave a block to the others."""
-        owners = self._shared[block]
-        owners.remove(owner)
-        if len(owners) == 1:
-            del self._shared[block]
-            self._sole[block] = owners.pop()
-
     def _take_empty(self, owner: int, num_blocks: int) -> list[int]:
         """Give ``owner`` so many blocks that hold nothing; there is room."""
         blocks = self._empty(num_blocks)
-        self._sole.update(dict.fromkeys(blocks, owner))
+        self._private.setdefault(owner, {}).update(dict.fromkeys(blocks))
         return blocks
 
     def _empty(self, num_blocks: int) -> list[int]:
@@ -216,7 +201,8 @@ class BlockPool:
             self._prefixes.remove(block)
             self.num_evicted += 1
             blocks.append(block)
-        assert self._is_plain(blocks) and self._sole.keys().isdisjoint(blocks), "a block is not empty"
+        assert self._prefixes.blocks.isdisjoint(blocks), "a block is not empty"
+        assert self._owners.keys().isdisjoint(blocks), "a block is not free"
         return blocks
 
     def _let_go(self, block: int) -> None:
@@ -229,8 +215,7 @@ class BlockPool:
         self._free.append(block)
 
     def _check_owner(self, owner: int, blocks: Sequence[int]) -> None:
-        if list(map(self._sole.get, blocks)).count(owner) == len(blocks):
-            return
+        private = self._private.get(owner, {})
         for block in blocks:
-            is_owned = self._sole.get(block) == owner or owner in self._shared.get(block, ())
+            is_owned = block in private or owner in self._owners.get(block, ())
             assert is_owned, f"block {block} is not owned by {owner}"
