@@ -25,7 +25,7 @@ from twinpool.lab.study.settings import StudySettings
 from twinpool.lab.study.stories import Story, transfer_use
 from twinpool.lab.workload.workload import open_workload
 
-_SETTLE_S = 1.5  # after the last answer: heartbeats bring the last counts, and releases end the stories
+_SETTLE_S = 1.2  # two heartbeats: until then what workers say of themselves may be of before
 _WARM_EACH = 3  # requests for each worker, so that all have computed and every pair has moved KV
 _OF_A_MOMENT = ("date", "load")
 
@@ -74,7 +74,7 @@ class Laboratory:
         warm_up = f"synthetic:prompt=64,output=8,arrival=at_once,count={_WARM_EACH * self._settings.workers}"
         await run_bench_async(
             open_workload(warm_up),
-            replace(self._settings.bench_of(self._server.url, cell.repeat), cancel_share=0.0),
+            replace(self._settings.bench_of(self._server.url, cell.repeat), cancel_share=0.0, warmup=0),
             api_key=self._server.api_key,
             on_start=self._begin,
         )
@@ -94,6 +94,7 @@ class Laboratory:
             ConfigError, Unavailable: Nothing could be measured.
         """
         records: list[Record] = []
+        await asyncio.sleep(_SETTLE_S)
         before = await self._server.workers()
         load = describe_machine()["load"]
         asked = replace(self._settings.bench_of(self._server.url, cell.repeat), warmup=0)
