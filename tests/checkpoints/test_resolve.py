@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +19,7 @@ from safetensors.numpy import save_file
 
 from tests.checkpoints.toy_gguf import byte_vocabulary, random_weights, write_gguf
 from twinpool.checkpoints.embedded import extract_checked
-from twinpool.checkpoints.resolve import resolve_model, served_name
+from twinpool.checkpoints.resolve import resolve_config, resolve_model, served_name
 from twinpool.core.errors import ModelError
 
 
@@ -109,6 +113,66 @@ def test_a_hub_id_without_a_network_says_what_to_do(tmp_path: Path) -> None:
 
     assert "some-owner/some-model is no local path, and the Hugging Face hub cannot be reached" in done.stdout
     assert "or give --model a local folder, a .gguf file, or the alias smollm2-135m-instruct" in done.stdout
+
+
+def test_of_a_model_on_the_hub_no_more_than_the_config_is_fetched(tmp_path: Path) -> None:
+    code = (
+        "from twinpool.checkpoints.resolve import resolve_config\n"
+        "print((resolve_config('some-owner/some-model') / 'config.json').read_text())"
+    )
+    asked: list[str] = []
+
+    with hub(b'{"model_type": "llama"}', asked) as url:
+        environment = {"PATH": "", "HOME": str(tmp_path), "HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": url}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+
+    assert done.stdout == '{"model_type": "llama"}\n'
+    of_the_model = {path for path in asked if "some-model" in path}
+    assert of_the_model == {"/some-owner/some-model/resolve/main/config.json"}
+
+
+def test_a_config_needs_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+
+    assert resolve_config(str(tmp_path)) == tmp_path
+    assert resolve_config(str(tmp_path / "config.json")) == tmp_path / "config.json"
+
+
+@contextmanager
+def hub(config: bytes, asked: list[str]) -> Iterator[str]:
+    """Answer every path with the same file, as the hub does, and note what was asked for."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.send_header("X-Repo-Commit", "0" * 40)
+            self.send_header("ETag", '"some-config"')
+            self.send_header("Content-Length", str(len(config)))
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.do_HEAD()
+            self.wfile.write(config)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_clients_see_the_alias_the_hub_id_or_the_stem(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def plan(args: argparse.Namespace) -> int:
         workers_of(args, config),
         model_name=served_name(config.model),
         contexts=numbers_of(args.context, field="--context"),
-        conversations=numbers_of(args.conversations, field="--conversations") or (1, 4, 16, 64),
+        conversations=numbers_of(args.conversations, field="--conversations"),
     )
     measured = _measure(made, config) if args.measure else {}
     if args.json:

@@ -81,6 +81,8 @@ def test_the_peak_of_smollm2_is_within_a_tenth_of_the_sum(roles: tuple[Role, ...
     ("model", "settings", "problem"),
     [
         ("Jamba-v0.1", {}, "--measure: this engine does not run jamba"),
+        ("Llama-2-7b-hf", {"memory_bytes": 2**40}, "--kv-memory: is missing: to measure all that is left"),
+        ("Llama-2-7b-hf", {"cache_bytes": 2**30}, r"--measure: \d+ bytes are missing for colocated"),
         ("Llama-2-7b-hf", {"num_ranks": 2}, "--measure: 2 ranks; workers of one rank are measured"),
         (
             "Llama-2-7b-hf",

@@ -129,7 +129,7 @@ def plan_memory(
     *,
     model_name: str = "",
     contexts: Sequence[int] = (),
-    conversations: Sequence[int] = _CONVERSATIONS,
+    conversations: Sequence[int] = (),
 ) -> MemoryPlan:
     """Plan the memory of a deployment before anything of it is started.
 
@@ -138,7 +138,7 @@ def plan_memory(
         workers: One of each role.
         model_name: What a reader calls it.
         contexts: Tokens per conversation in the table; none: up to the longest that the model can have.
-        conversations: How many at once in the table.
+        conversations: How many at once in the table; none: 1, 4, 16 and 64.
 
     Raises:
         ModelError: The model cannot be planned; the message names the field.
@@ -149,7 +149,7 @@ def plan_memory(
         model=model,
         workers=tuple(plan_worker(model, worker) for worker in workers),
         contexts=tuple(contexts) or _contexts(model.fields.max_tokens or 32768),
-        conversations=tuple(conversations),
+        conversations=tuple(conversations) or _CONVERSATIONS,
     )
 
 

@@ -35,13 +35,7 @@ async def measure_plan(made: MemoryPlan, folder: Path, *, device: str = "cpu") -
         ConfigError: The plan is not of such workers, or too small to measure.
         ServingError: A worker does not start, or a request fails.
     """
-    if not made.model.is_served:
-        raise ConfigError("--measure", f"this engine does not run {made.model.fields.family}")
-    for plan in made.workers:
-        if plan.worker.num_ranks > 1:
-            raise ConfigError("--measure", f"{plan.worker.num_ranks} ranks; workers of one rank are measured")
-        if plan.worker.settings.form.name != plan.worker.dtype:
-            raise ConfigError("--cache-format", "this engine keeps KV in the dtype of the model")
+    _check(made)
     found: dict[Role, Measurement] = {}
     for group in _groups(made.workers):
         async with _running(group, folder, device) as children:
@@ -55,6 +49,23 @@ async def measure_plan(made: MemoryPlan, folder: Path, *, device: str = "cpu") -
                 traced = await child.measure()
                 found[role] = replace(found[role], activation_bytes=traced.activation_bytes)
     return found
+
+
+def _check(made: MemoryPlan) -> None:
+    if not made.model.is_served:
+        raise ConfigError("--measure", f"this engine does not run {made.model.fields.family}")
+    for plan in made.workers:
+        worker = plan.worker
+        if worker.num_ranks > 1:
+            raise ConfigError("--measure", f"{worker.num_ranks} ranks; workers of one rank are measured")
+        if worker.settings.form.name != worker.dtype:
+            raise ConfigError("--cache-format", "this engine keeps KV in the dtype of the model")
+        if worker.cache_bytes is None and worker.load is None:
+            raise ConfigError(
+                "--kv-memory", "is missing: to measure all that is left would fill this machine"
+            )
+        if not plan.fits:
+            raise ConfigError("--measure", f"{plan.missing_bytes} bytes are missing for {worker.role}")
 
 
 def _groups(workers: Sequence[WorkerPlan]) -> list[list[WorkerPlan]]:
