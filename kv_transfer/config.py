@@ -29,7 +29,7 @@ class TransferConfig:
     transports: tuple[
         str, ...
     ] = ()  # file names in kv_transfer/transports, best first; empty: all that work here
-    whole_below_tokens: int = 0  # a prompt with fewer tokens to send goes in one piece once it is computed
+    whole_below_tokens: int = 64  # a prompt with fewer tokens to send goes in one piece once it is computed
     compact: bool = False  # KV travels as int8 with a scale per token and head: smaller, and not exact
     convert_dtypes: bool = False  # workers may store KV in different dtypes
     listen: str = ""  # own address, as the transport spells it; empty: any free one on this host

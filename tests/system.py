@@ -120,7 +120,7 @@ async def system(
     loaded = load_model(folder, dtype="float32") if isinstance(folder, Path) else folder
     config = router or RouterConfig()
     engine = engine or EngineConfig()
-    transfer = transfer or TransferConfig()
+    transfer = transfer or TransferConfig(whole_below_tokens=0)  # toys have short prompts
     clock, hub = SystemClock(), Hub()
     ports: dict[str, WorkerPorts] = {}
     pool = WorkerPool(

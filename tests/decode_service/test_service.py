@@ -27,8 +27,8 @@ from twinpool.core.errors import (
 from twinpool.core.request import FinishReason, Request, TokenOutput
 from twinpool.core.ticket import KVTicket, TransferReport
 
-PATIENT = TransferConfig(lease_s=PATIENCE_S)
-HASTY = TransferConfig(lease_s=0.3)
+PATIENT = TransferConfig(lease_s=PATIENCE_S, whole_below_tokens=0)
+HASTY = TransferConfig(lease_s=0.3, whole_below_tokens=0)
 PROMPT = tuple(range(9))
 
 

@@ -178,7 +178,7 @@ async def pair(
     config: TransferConfig | None = None, *, transport: Transport | None = None
 ) -> AsyncIterator[tuple[ToyWorker, ToyWorker]]:
     """Run a prefill and a decode worker; ``transport`` replaces the prefill worker's own."""
-    config, hub = config or TransferConfig(lease_s=PATIENCE_S), Hub()
+    config, hub = config or TransferConfig(lease_s=PATIENCE_S, whole_below_tokens=0), Hub()
     async with (
         toy_worker(config, worker_id="prefill", hub=hub, transport=transport) as prefill,
         toy_worker(config, worker_id="decode", hub=hub) as decode,

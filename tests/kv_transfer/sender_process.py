@@ -21,7 +21,7 @@ from twinpool.pb.types_pb2 import KVTicket as TicketMessage
 from twinpool.rpc.codec import ticket_from_pb, ticket_to_pb
 
 NUM_BLOCKS = 512  # of 4 tokens
-CONFIG = TransferConfig(message_bytes=8192, credit_bytes=4 * 8192)
+CONFIG = TransferConfig(whole_below_tokens=0, message_bytes=8192, credit_bytes=4 * 8192)
 REPOSITORY = Path(__file__).parents[2]
 BLOCKS = tuple(range(NUM_BLOCKS))
 

@@ -38,7 +38,7 @@ SOURCE_BLOCKS, TARGET_BLOCKS = (5, 1, 7, 0, 3, 2), (2, 6, 4)
 SOURCE_BLOCK_TOKENS, TARGET_BLOCK_TOKENS = 4, 8
 LEASE_S = 30.0
 # One token of one layer is one message, so that a transfer has many steps.
-CONFIG = TransferConfig(lease_s=LEASE_S, message_bytes=64, credit_bytes=256)
+CONFIG = TransferConfig(whole_below_tokens=0, lease_s=LEASE_S, message_bytes=64, credit_bytes=256)
 
 T = TypeVar("T")
 Pair = tuple[RankedWorker[NumpyStore], RankedWorker[NumpyStore]]

@@ -55,7 +55,7 @@ async def second_token_s(shape: LinkShape, config: TransferConfig) -> float:
         return ended_s - started_s
 
 
-STREAMED = TransferConfig(credit_bytes=TRANSFER_BYTES)
+STREAMED = TransferConfig(credit_bytes=TRANSFER_BYTES, whole_below_tokens=0)
 WHOLE = replace(STREAMED, whole_below_tokens=TOKENS + 1)
 AS_LONG_AS_THE_PREFILL = LinkShape(bandwidth_bytes_s=TRANSFER_BYTES / PREFILL_S)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kv_transfer.config import TransferConfig
 from kv_transfer.ends import RankIdentity, TransferEnds, start_ends
@@ -71,7 +71,9 @@ async def start_worker(
     worker_id: str = "decode",
     tls: TLSFiles | None = None,
 ) -> Worker:
-    """Start a worker with a random store."""
+    """Start a worker with a random store; it streams prompts however short they are, unless told otherwise."""
+    if config.whole_below_tokens == TransferConfig().whole_below_tokens:
+        config = replace(config, whole_below_tokens=0)
     clock = SystemClock() if clock is None else clock
     store = NumpyStore(layout, num_blocks).fill(seed=epoch)
     identity = RankIdentity(worker_id=worker_id, epoch=epoch, secret=SECRET, tls=tls)
