@@ -229,7 +229,7 @@ def test_a_first_token_that_cannot_be_is_refused_and_changes_nothing(
     world = engine(runner)
     sequence, first = reserved(world, runner, prompt(7))
 
-    with pytest.raises(InvalidRequest, match=message):
+    with pytest.raises(InternalError, match=message):
         world.arrived(sequence, replace(first, **change))
 
     assert sequence.status is SequenceStatus.RECEIVING

@@ -11,7 +11,7 @@ from twinpool.core.errors import ConfigError
 from twinpool.core.security import Trust
 
 # A name or an IPv4 address, or an IPv6 address in brackets.
-_ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9]+)?\]):[0-9]{1,5}", re.ASCII)
+_ADDRESS = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+(?:%[A-Za-z0-9]+)?\]):([0-9]{1,5})", re.ASCII)
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def check_peer_address(field: str, address: str, trust: Trust) -> None:
         ConfigError: It is no such address, or not one of this machine although all must be.
     """
     match = _ADDRESS.fullmatch(address)
-    if match is None:
+    if match is None or int(match[2]) > 65535:
         raise ConfigError(field, f"{address[:100]!r} is not HOST:PORT")
     host = match[1].strip("[]")
     if not (trust.is_closed or trust.insecure or host == "localhost" or _is_loopback(host)):

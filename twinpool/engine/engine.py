@@ -145,7 +145,7 @@ class Engine:
         """Decode a reserved sequence whose KV is whole; ``first`` is the token that follows it.
 
         Raises:
-            InvalidRequest: ``first`` does not follow the request, or nothing can follow it.
+            InternalError: ``first`` does not follow the request, or nothing can follow it: no client gave it.
             DeadlineExceeded, RequestCancelled: The reservation ended before.
         """
         if sequence.status is not SequenceStatus.RECEIVING:
@@ -154,11 +154,11 @@ class Engine:
             raise RequestCancelled(f"the reservation is over, the sequence is {sequence.status}")
         expected = sequence.num_output_tokens
         if first.index != expected:
-            raise InvalidRequest("first", f"token {first.index} of the answer came, {expected} is next")
+            raise InternalError(f"first: token {first.index} of the answer came, {expected} is next")
         if first.finish is not None or expected + 1 >= sequence.request.sampling.max_tokens:
-            raise InvalidRequest("first", "no token can follow it")
+            raise InternalError("first: no token can follow it")
         if self._limits.vocab_size is not None and not 0 <= first.token_id < self._limits.vocab_size:
-            raise InvalidRequest("first", f"{first.token_id} is not in the vocabulary")
+            raise InternalError(f"first: {first.token_id} is not in the vocabulary")
         self._scheduler.start_decoding(sequence, first.token_id)
 
     def abort(self, sequence: SequenceState) -> None:

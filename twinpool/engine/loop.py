@@ -196,7 +196,7 @@ class EngineLoop:
         """Start to decode a reserved sequence; its outputs begin with the token after ``first``.
 
         Raises:
-            InvalidRequest, DeadlineExceeded, RequestCancelled: As ``Engine.arrived``.
+            InternalError, DeadlineExceeded, RequestCancelled: As ``Engine.arrived``.
         """
         await self._call(lambda: self._steps.arrived(handle, first))
 
