@@ -29,6 +29,7 @@ from twinpool.rpc.registry import RegistryServer
 EAGER = JoinConfig(first_pause_s=0.05, max_pause_s=0.2)
 # What else gRPC reads an address as, and what only looks like one.
 NO_ADDRESSES = [
+    "127.0.0.1:99999",
     "unix:/tmp/socket",
     "unix:///var/run/docker.sock",
     "unix-abstract:name:80",
