@@ -141,6 +141,16 @@ def test_a_worker_lets_no_stranger_in(folder: Path) -> None:
         assert worker_trust(insecure).describe() == "nothing, INSECURE"
 
 
+def test_kv_that_stays_on_this_machine_needs_nothing() -> None:
+    name = "0123456789abcdef.4026531840/twinpool-0"  # as `shm` and `cuda_ipc` spell where they listen
+
+    for listen in ("", "127.0.0.1:0", "[::1]:7000", name):
+        assert not worker_trust(replace(WORKER, transfer=TransferConfig(listen=listen))).is_closed
+    for wildcard in (":0", "[::]:0"):
+        with pytest.raises(ConfigError, match=r"^transfer\.listen: "):
+            worker_trust(replace(WORKER, transfer=TransferConfig(listen=wildcard, advertise_host="me")))
+
+
 def test_the_command_line_refuses_before_it_loads_anything(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--join-host", "0.0.0.0", "--model", "no-such-model"]) == 2
     assert "join_host: 0.0.0.0 can be reached from other machines" in capsys.readouterr().err

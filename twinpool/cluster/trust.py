@@ -64,6 +64,7 @@ def worker_trust(config: WorkerConfig) -> Trust:
     handed = Secret(bytes.fromhex(config.secret)) if config.secret else None
     trust = load_trust(config.security, party=Party.WORKER, secret=handed)
     check_door("host", config.host, trust)
-    if config.transfer.listen:
-        check_door("transfer.listen", config.transfer.listen.rpartition(":")[0], trust)
+    kv_host, names_port, _ = config.transfer.listen.rpartition(":")
+    if names_port:  # else it is the address of a transport that stays on this machine, or is refused by all
+        check_door("transfer.listen", kv_host, trust)
     return trust
