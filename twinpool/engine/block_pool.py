@@ -11,7 +11,7 @@ What is stored in a block is the prefix cache's business, why somebody wants one
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,7 +48,7 @@ class BlockPool:
         self.num_evicted = 0
         self._num_blocks = num_blocks
         self._prefixes = prefixes
-        self._free = deque(range(num_blocks))
+        self._free = list(range(num_blocks - 1, -1, -1))  # the next to be taken last: what was free shortest
         self._cached: OrderedDict[int, None] = OrderedDict()  # the next to be evicted first
         self._private: dict[int, dict[int, None]] = {}  # by owner: blocks that nobody else ever had a way to
         self._owners: dict[int, set[int]] = {}  # by block: of those that were published and are held
@@ -194,8 +194,9 @@ class BlockPool:
 
     def _empty(self, num_blocks: int) -> list[int]:
         """Take so many blocks that hold nothing out of the pool, free ones first; there is room."""
-        free = self._free
-        blocks = [free.popleft() for _ in range(min(num_blocks, len(free)))]
+        num_free = min(num_blocks, len(self._free))
+        blocks = self._free[: -num_free - 1 : -1]
+        del self._free[len(self._free) - num_free :]
         for _ in range(num_blocks - len(blocks)):
             block, _ = self._cached.popitem(last=False)
             self._prefixes.remove(block)

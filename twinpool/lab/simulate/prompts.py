@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from twinpool.core.request import Request, SamplingParams
 from twinpool.lab.workload.item import WorkItem
 
@@ -23,10 +25,15 @@ def request_of(item: WorkItem, *, timeout_s: float, num_tokens: int) -> Request:
     return Request(
         request_id=str(item.index),
         prompt_ids=_prompt_ids(item),
-        sampling=SamplingParams(seed=0, max_tokens=num_tokens, ignore_eos=True),
+        sampling=_sampling(num_tokens),
         timeout_s=timeout_s,
         cache_salt=item.tenant,
     )
+
+
+@lru_cache(maxsize=4096)
+def _sampling(num_tokens: int) -> SamplingParams:
+    return SamplingParams(seed=0, max_tokens=num_tokens, ignore_eos=True)
 
 
 def _prompt_ids(item: WorkItem) -> tuple[int, ...]:

@@ -82,6 +82,7 @@ class Simulation:
         self._on_record = on_record
         self._journeys: dict[Journey, None] = {}
         self._is_beating = False
+        self._limit_tokens = 0  # the largest request that every worker can hold
         self._lives: dict[str, SimulatedWorker] = {}  # by id of the life
         self._current: dict[str, str] = {}  # the latest life of each worker
         self._pool_of: dict[str, Pool] = {}
@@ -179,8 +180,8 @@ class Simulation:
         tries = Tries(max_attempts=router.max_attempts, on_transfer_failure=router.on_transfer_failure)
         journey = Journey(item, request, tries, self)
         self._journeys[journey] = None
-        limit = self._pool.max_request_tokens
-        if limit is not None and request.max_total_tokens + 1 > limit:
+        limit = self._limit_tokens
+        if request.max_total_tokens + 1 > limit:
             journey.refuse(PromptTooLong(needed_tokens=request.max_total_tokens + 1, limit_tokens=limit))
             return
         if not self._is_beating:
@@ -233,6 +234,7 @@ class Simulation:
         self._lives[life_id] = worker
         self._current[name] = life_id
         self._pool.joined(info)
+        self._limit_tokens = self._pool.max_request_tokens or 0
         self._pool.heard(life_id, generation, worker.load())
 
     def _profile(self, pool: Pool) -> Profile:

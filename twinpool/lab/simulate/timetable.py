@@ -16,7 +16,8 @@ class Timetable:
 
     def __init__(self) -> None:
         self._now_s = 0.0
-        self._events: list[tuple[float, bool, int, Action]] = []
+        self._events: list[tuple[float, int, Action]] = []
+        self._last: list[Action] = []  # of this moment
         self._num_entered = 0
 
     def now_s(self) -> float:
@@ -24,22 +25,23 @@ class Timetable:
 
     def at(self, time_s: float, action: Action) -> None:
         """Let ``action`` happen at ``time_s``, which has not passed."""
-        self._enter(time_s, False, action)
+        assert time_s >= self._now_s, f"{time_s} has passed, it is {self._now_s}"
+        self._num_entered += 1
+        heappush(self._events, (time_s, self._num_entered, action))
 
     def last_now(self, action: Action) -> None:
         """Let ``action`` happen after all else of this moment."""
-        self._enter(self._now_s, True, action)
+        self._last.append(action)
 
     def next(self) -> bool:
         """Let the next event happen; return whether there was one."""
+        if self._last and (not self._events or self._events[0][0] > self._now_s):
+            last, self._last = self._last, []
+            for action in last:
+                action()
+            return True
         if not self._events:
             return False
-        time_s, _, _, action = heappop(self._events)
-        self._now_s = time_s
+        self._now_s, _, action = heappop(self._events)
         action()
         return True
-
-    def _enter(self, time_s: float, is_last: bool, action: Action) -> None:
-        assert time_s >= self._now_s, f"{time_s} has passed, it is {self._now_s}"
-        self._num_entered += 1
-        heappush(self._events, (time_s, is_last, self._num_entered, action))

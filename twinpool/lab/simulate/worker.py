@@ -101,7 +101,7 @@ class SimulatedWorker:
         self._commands: list[Command] = []
         self._is_turn_due = False
         self._step: StepResult | None = None
-        self._load = WorkerLoad()
+        self._before = (0, 0, 0)  # sequences, those that wait, free blocks: before the step
         self._run: _Run | None = None
         self._gaps: list[float] = []  # how long each step took, of those that somebody still asks for
         self._first_gap = 0  # number of the step of _gaps[0]
@@ -174,7 +174,7 @@ class SimulatedWorker:
         engine, run = self.engine, self._run
         num_taken = 0
         if self._step is not None:
-            return self._load
+            return self._say(*self._before)
         if run is not None:
             ended = run.steps_until(self._timetable.now_s())
             if self._shares or ended == run.num_steps:
@@ -182,14 +182,11 @@ class SimulatedWorker:
             elif ended > run.num_booked:
                 num_taken = engine.blocks_ahead(ended - run.num_booked)
         self.has_changed = self._run is not None
-        return self._say(num_taken)
+        return self._say(engine.num_sequences, engine.num_waiting, engine.num_free_blocks - num_taken)
 
-    def _say(self, num_taken: int) -> WorkerLoad:
-        engine = self.engine
+    def _say(self, num_sequences: int, num_waiting: int, num_free_blocks: int) -> WorkerLoad:
         return WorkerLoad(
-            running=engine.num_sequences - engine.num_waiting,
-            queued=engine.num_waiting,
-            free_blocks=engine.num_free_blocks - num_taken,
+            running=num_sequences - num_waiting, queued=num_waiting, free_blocks=num_free_blocks
         )
 
     def lose(self) -> None:
@@ -217,11 +214,15 @@ class SimulatedWorker:
         if self.is_lost or self._step is not None or self._run is not None:
             return
         now_s = self._timetable.now_s()
+        if not self.engine.has_work and now_s < self.engine.next_deadline_s:
+            self._wait_for_deadline()
+            return
         num_steps = self.engine.steady_steps()
         if num_steps and now_s < self.engine.next_deadline_s:
             self._begin_run(num_steps, now_s)
             return
-        self._load = self._say(0)  # it stays so until the step has ended
+        engine = self.engine  # a heartbeat says this until the step has ended
+        self._before = (engine.num_sequences, engine.num_waiting, engine.num_free_blocks)
         result = self.engine.step()
         if not result.num_items:
             self._tell_failures(result)
@@ -342,7 +343,7 @@ class SimulatedWorker:
             len(decoding),
         )
         if run.end_s > self.engine.next_deadline_s:
-            run.num_steps = max(1, min(num_steps, run.steps_until(self.engine.next_deadline_s) + 1))
+            run.end_after(max(1, min(num_steps, run.steps_until(self.engine.next_deadline_s) + 1)))
         self._run = run
         self._timetable.at(run.end_s, lambda: self._end_run(run))
 
@@ -378,7 +379,7 @@ class SimulatedWorker:
             self._run = None  # just between two steps
             self._obey()
             return
-        run.num_steps = run.num_booked + 1
+        run.end_after(run.num_booked + 1)
         self._timetable.at(run.end_s, lambda: self._end_run(run))
 
     def _end_run(self, run: _Run) -> None:
@@ -389,7 +390,7 @@ class SimulatedWorker:
 class _Run:
     """Steady steps: the first takes ``first_s``, each next one ``growth_s`` longer."""
 
-    __slots__ = ("_first_s", "_growth_s", "_start_s", "num_booked", "num_decoding", "num_steps")
+    __slots__ = ("_first_s", "_growth_s", "_start_s", "end_s", "num_booked", "num_decoding", "num_steps")
 
     def __init__(
         self, start_s: float, first_s: float, growth_s: float, num_steps: int, num_decoding: int
@@ -400,10 +401,12 @@ class _Run:
         self._start_s = start_s
         self._first_s = first_s
         self._growth_s = growth_s
+        self.end_s = self.at_s(num_steps)
 
-    @property
-    def end_s(self) -> float:
-        return self.at_s(self.num_steps)
+    def end_after(self, num_steps: int) -> None:
+        """Let so many steps be all."""
+        self.num_steps = num_steps
+        self.end_s = self.at_s(num_steps)
 
     def at_s(self, num_steps: int) -> float:
         """Return when so many steps have ended."""
