@@ -46,7 +46,7 @@ def test_conclusions_name_the_difference_and_where_there_is_none(folder: StudyFo
     assert first.text == "At 2 req/s 1:1 serves 33 % more within the limits than colocated."
     assert first.evidence == (
         "1.6 against 1.2 req/s within the limits; the difference is +0.4 to +0.4 req/s "
-        "(95% bootstrap interval, 3 repeats)"
+        "(95 % bootstrap interval, 3 repeats)"
     )
     assert [told(folder, "goodput")[0], *told(folder, "goodput")[2:]] == [
         "Disaggregation wins with 1:1 at 2 req/s, and loses nowhere.",
@@ -96,18 +96,18 @@ def test_tables_show_both_normalisations(folder: StudyFolder) -> None:
     assert (row["rate, req/s"], row["arm"], row["within limits"], row["the same, req/s"]) == (
         "2",
         "1:1",
-        "80%",
+        "80 %",
         "1.60",
     )
     assert row["per worker, req/s"] == "0.80"
-    assert row["against colocated"] == "+33%"
+    assert row["against colocated"] == "+33 %"
     pools = pools_table(results)
     prefill, decode = (dict(zip(pools.columns, row, strict=True)) for row in pools.rows[3:5])
-    assert (prefill["pool"], prefill["workers"], prefill["busy"]) == ("prefill", "1", "90%")
+    assert (prefill["pool"], prefill["workers"], prefill["busy"]) == ("prefill", "1", "90 %")
     # 20 requests of 64 tokens, the last of them due after 9.5 s; it ends 0.36 s later on average.
     assert prefill["prompt tokens/s per worker"] == f"{20 * 64 / 9.86:.0f}"
     assert (decode["pool"], decode["output tokens/s per worker"]) == ("decode", f"{80 / 9.86:.1f}")
-    assert (prefill["KV sent, MiB per cell"], prefill["of that time hidden"]) == ("20.0", "75%")
+    assert (prefill["KV sent, MiB per cell"], prefill["of that time hidden"]) == ("20.0", "75 %")
 
 
 def test_the_page_needs_nothing_else_and_every_figure_is_there_twice(folder: StudyFolder) -> None:

@@ -13,10 +13,11 @@ from twinpool.lab.study.pictures import Picture
 from twinpool.lab.study.results import Results
 from twinpool.lab.study.tables import Table, pools_table, requests_table
 
+# Title, kinds of conclusions, names of figures.
 _PARTS = (
-    ("Requests within the limits", ("goodput", "capacity")),
-    ("Latencies", ("latency",)),
-    ("Pools, and the KV between them", ("pools", "transfer")),
+    ("Requests within the limits", ("goodput", "capacity"), ("goodput", "share")),
+    ("Latencies", ("latency",), ("ttft", "tpot")),
+    ("Pools, and the KV between them", ("pools", "transfer"), ("waterfall", "timeline")),
 )
 _STYLE = """
 *{box-sizing:border-box}
@@ -25,7 +26,7 @@ Roboto,"DejaVu Sans",sans-serif;-webkit-text-size-adjust:100%}
 main{max-width:800px;margin:0 auto;padding:24px 20px 64px}
 h1{font-size:1.6rem;line-height:1.25;margin:.5em 0}
 h2{font-size:1.15rem;margin:2.2em 0 .6em}
-h3{font-size:1rem;margin:1.4em 0 .4em}
+h3{font-size:1rem;margin:2em 0 .5em}
 p,li,dd{overflow-wrap:anywhere}
 .soft,figcaption,small{color:var(--soft)}
 small{display:block;font-size:.85rem}
@@ -56,14 +57,15 @@ def page(results: Results, conclusions: Sequence[Conclusion], pictures: Sequence
     parts = [
         f"<h1>{_text(title)}</h1>",
         _facts(results),
-        "<h2>What was learned</h2>",
-        *(_told(title, [each for each in conclusions if each.kind in kinds]) for title, kinds in _PARTS),
+        *(_doubt(each) for each in conclusions if each.kind == "doubt"),
         *(
-            f'<div class="doubt">{_text(each.text)}<small>{_text(each.evidence)}</small></div>'
-            for each in conclusions
-            if each.kind == "doubt"
+            _part(
+                title,
+                [each for each in conclusions if each.kind in kinds],
+                [picture for picture in pictures if picture.name in names],
+            )
+            for title, kinds, names in _PARTS
         ),
-        *(_figure(picture) for picture in pictures),
         "<h2>Numbers</h2>",
         "<p class=soft>Latencies are means, over the repeats, of the percentile of each.</p>",
         _table(requests_table(results)),
@@ -111,16 +113,19 @@ def workload_text(workload: Mapping[str, Any]) -> str:
     return f"{workload.get('kind', '')}: {rest}" if rest else str(workload.get("kind", ""))
 
 
-def _told(title: str, conclusions: Sequence[Conclusion]) -> str:
-    if not conclusions:
-        return ""
+def _doubt(conclusion: Conclusion) -> str:
+    return f'<div class="doubt">{_text(conclusion.text)}<small>{_text(conclusion.evidence)}</small></div>'
+
+
+def _part(title: str, conclusions: Sequence[Conclusion], pictures: Sequence[Picture]) -> str:
     rows = (f"<li>{_text(each.text)}<small>{_text(each.evidence)}</small></li>" for each in conclusions)
-    return f'<h3>{_text(title)}</h3><ul class="told">{"".join(rows)}</ul>'
+    told = f'<ul class="told">{"".join(rows)}</ul>' if conclusions else ""
+    return f"<h2>{_text(title)}</h2>{told}{''.join(map(_figure, pictures))}"
 
 
 def _figure(picture: Picture) -> str:
     return (
-        f"<h2>{_text(picture.title)}</h2><figure>{picture.wide}{picture.narrow}"
+        f"<h3>{_text(picture.title)}</h3><figure>{picture.wide}{picture.narrow}"
         f"<figcaption>{_text(picture.caption)}</figcaption></figure>"
     )
 

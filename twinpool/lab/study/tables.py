@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from twinpool.lab.study.cell import Measurement
+from twinpool.lab.study.findings.words import percent
 from twinpool.lab.study.results import GOODPUT, Results
 
 
@@ -36,7 +37,7 @@ def requests_table(results: Results) -> Table:
                     f"{rate:g}",
                     arm,
                     f"{len(cells)}",
-                    f"{fmean(cell.good_share for cell in cells):.0%}",
+                    percent(fmean(cell.good_share for cell in cells)),
                     f"{fmean(good):.2f}",
                     f"{min(good):.2f} to {max(good):.2f}",
                     f"{fmean(good) / results.settings.workers:.2f}",
@@ -89,11 +90,11 @@ def pools_table(results: Results) -> Table:
                         arm,
                         role,
                         f"{uses[0].workers}",
-                        f"{fmean(busy):.0%}" if busy else "-",
+                        percent(fmean(busy)) if busy else "-",
                         f"{sum(use.prompt_tokens for use in uses) / sum(worker_s):.0f}",
                         f"{sum(use.output_tokens for use in uses) / sum(worker_s):.1f}",
                         f"{fmean(cell.transfers.kv_bytes for cell in there) / 2**20:.1f}" if moves else "-",
-                        f"{hidden_s / total_s:.0%}" if moves and total_s else "-",
+                        percent(hidden_s / total_s) if moves and total_s else "-",
                     )
                 )
     return Table(
@@ -126,4 +127,4 @@ def _verdict(results: Results, arm: str, rate: float) -> str:
         return "too few repeats"
     if not comparison.differs:
         return "no difference"
-    return "only here" if comparison.change is None else f"{comparison.change:+.0%}"
+    return "only here" if comparison.change is None else f"{comparison.change * 100:+.0f} %"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from twinpool.lab.study.findings.words import Conclusion, against, interval, listed, rates_text
+from twinpool.lab.study.findings.words import Conclusion, against, interval, listed, percent, rates_text
 from twinpool.lab.study.results import GOODPUT, Results
 from twinpool.lab.study.spread import CONFIDENCE, LEAST_REPEATS, Comparison
 
@@ -61,14 +61,14 @@ def _equal(results: Results, equal: dict[str, list[float]]) -> Iterator[Conclusi
             text=f"At {rates_text(same)} there is no difference in requests within the limits between "
             f"{listed(arms)} and {results.reference}.",
             evidence="; ".join(_shares(results, arms, rate) for rate in same)
-            + f"; the {CONFIDENCE:.0%} intervals overlap",
+            + f"; the {percent(CONFIDENCE)} intervals overlap",
         )
 
 
 def _shares(results: Results, arms: Sequence[str], rate: float) -> str:
     told = [results.good_share(arm, rate) for arm in (*arms, results.reference)]
     known = [share for share in told if share is not None]
-    low, high = f"{min(known):.0%}", f"{max(known):.0%}"
+    low, high = percent(min(known)), percent(max(known))
     return f"{low if low == high else f'{low} to {high}'} within the limits at {rate:g} req/s"
 
 

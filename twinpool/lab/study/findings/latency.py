@@ -30,7 +30,7 @@ def find(results: Results) -> Iterator[Conclusion]:
                 kind="latency",
                 text=f"There is no difference in the {metric.name} between {listed(arms)} and "
                 f"{results.reference} at {rates_text(rates)}.",
-                evidence=f"the {CONFIDENCE:.0%} intervals of their means overlap",
+                evidence=f"the {percent(CONFIDENCE)} intervals of their means overlap",
             )
 
 
@@ -45,8 +45,7 @@ def _changes(
         }
         if not changes:
             continue
-        low, high = percent(min(changes.values())), percent(max(changes.values()))
-        by = low if low == high else f"{low} to {high}"
+        by = _by(min(changes.values()), max(changes.values()))
         yield Conclusion(
             kind="latency",
             text=f"The {metric.name} of {arm} is {by} {word} than that of {results.reference} at "
@@ -56,3 +55,8 @@ def _changes(
                 for rate in changes
             ),
         )
+
+
+def _by(least: float, most: float) -> str:
+    low, high = percent(least), percent(most)
+    return low if low == high else f"{low} to {high}"

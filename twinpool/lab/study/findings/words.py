@@ -37,7 +37,7 @@ def interval(comparison: Comparison, unit: str) -> str:
     """Say how sure a difference is."""
     low, high = comparison.difference.low, comparison.difference.high
     return (
-        f"the difference is {low:+.3g} to {high:+.3g} {unit} ({CONFIDENCE:.0%} bootstrap interval, "
+        f"the difference is {low:+.3g} to {high:+.3g} {unit} ({percent(CONFIDENCE)} bootstrap interval, "
         f"{comparison.repeats} repeats)"
     )
 
