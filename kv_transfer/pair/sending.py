@@ -270,9 +270,10 @@ class SendingPair:
         self._free_if_back(slot)
 
     def _taken(self, slot: int) -> None:
-        if slot not in self._away:
-            raise TransferDamaged(f"{self._address}: slot {slot} was taken and not sent")
-        self._away[slot].is_taken = True
+        away = self._away.get(slot)
+        if away is None:
+            raise TransferDamaged(f"{self._address}: a slot was taken that was not sent")
+        away.is_taken = True
         self._free_if_back(slot)
 
     def _free_if_back(self, slot: int) -> None:

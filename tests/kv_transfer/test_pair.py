@@ -308,6 +308,24 @@ def nonsense(rng: random.Random, batch: bytes) -> tuple[Kind, bytes]:
     return Kind.BATCH, bytes(spoiled[: rng.randrange(1, len(spoiled) + 1)])
 
 
+@pytest.mark.parametrize("body", [b"", b"\0\0\0\0", b"\7\0\0\0", b"\xff" * 4000], ids=len)
+def test_a_receiver_that_takes_a_slot_that_was_not_sent_ends_the_pair(body: bytes) -> None:
+    async def scenario() -> None:
+        async with ends(2) as (source, target):
+            await source.send(target, target.expect())
+            where, ticket = target.transport.endpoint, target.expect()
+            channel = await source.transport.open(where, hello_of(ticket), timeout_s=PATIENCE_S)
+            (pair,) = target.transport._from
+            pair._control.say(Kind.TAKEN, body)
+
+            with pytest.raises(TransferDamaged, match="a slot was taken that was not sent"):
+                await channel.ended()
+            await channel.abort()
+            await source.send(target, target.expect())
+
+    asyncio.run(scenario())
+
+
 def test_a_sender_that_changes_memory_it_has_announced_spoils_nothing_that_was_copied() -> None:
     memory = HostMemory()
     sender = IpcLanes(CONFIG, memory).to_peer("")
