@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from kv_transfer.addresses import split, where_to_listen
 from kv_transfer.config import TransferConfig
 from kv_transfer.hub import Hub
 from kv_transfer.lanes.nixl_agent import NixlAgent, nixl_package
@@ -48,6 +49,16 @@ def unavailable() -> str:
     return ""
 
 
+def net_devices_of(config: TransferConfig) -> str:
+    """Return what UCX may use: the loopback device where only this machine reaches the worker, else all.
+
+    Raises:
+        ConfigError: As ``where_to_listen``, or the host is unknown.
+    """
+    listen, _ = where_to_listen(config)
+    return "lo" if is_loopback("transfer.listen", split(listen)[0]) else ""
+
+
 def create(config: TransferConfig, hub: Hub, tls: TLSFiles | None) -> NixlTransport:
     """Create a worker's transport and bind ``config.listen``, a ``host:port``; port 0 is any free one.
 
@@ -56,8 +67,7 @@ def create(config: TransferConfig, hub: Hub, tls: TLSFiles | None) -> NixlTransp
     Raises:
         ConfigError: The address is taken or cannot be bound, or UCX cannot start.
     """
-    host = config.listen.rpartition(":")[0] or "127.0.0.1"
-    net_devices = "lo" if is_loopback("transfer.listen", host) else ""
+    net_devices = net_devices_of(config)
     door = TcpDoor(config, tls)
     try:
         agent = NixlAgent(net_devices=net_devices)

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 
+from kv_transfer.config import TransferConfig
 from kv_transfer.hub import Hub
 from kv_transfer.lanes.nixl_agent import NixlAgent
 from kv_transfer.pair.keys import KeyExchange
@@ -36,6 +37,16 @@ def test_it_says_how_to_install_what_is_missing(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setitem(sys.modules, package, None)
 
     assert nixl.unavailable.__wrapped__() == "nixl is not installed (pip install twinpool[nixl])"
+
+
+@pytest.mark.parametrize(
+    ("listen", "devices"),
+    [("", "lo"), ("127.0.0.1:0", "lo"), ("[::1]:7000", "lo"), (":7000", ""), ("0.0.0.0:0", "")],
+)
+def test_ucx_has_ports_beyond_this_machine_only_where_the_worker_has(listen: str, devices: str) -> None:
+    config = TransferConfig(listen=listen, advertise_host="worker.example")
+
+    assert nixl.net_devices_of(config) == devices
 
 
 def shared_memory(pids: set[int]) -> list[str]:
