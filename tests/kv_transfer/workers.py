@@ -71,7 +71,7 @@ async def start_worker(
     worker_id: str = "decode",
     tls: TLSFiles | None = None,
 ) -> Worker:
-    """Start a worker with a random store; it streams prompts however short they are, unless told otherwise."""
+    """Start a worker with a random store; unless told otherwise it streams, however short a prompt is."""
     if config.whole_below_tokens == TransferConfig().whole_below_tokens:
         config = replace(config, whole_below_tokens=0)
     clock = SystemClock() if clock is None else clock
