@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
-from kv_transfer.addresses import joined, split, where_to_listen
+from kv_transfer.addresses import joined, split, tune, where_to_listen
 from kv_transfer.config import TransferConfig
 from twinpool.core.errors import ConfigError
 
@@ -53,3 +55,23 @@ def test_an_address_is_split_and_joined_again(address: str) -> None:
 def test_what_is_no_address_is_no_address(address: str) -> None:
     with pytest.raises(ValueError, match="is not of the form HOST:PORT"):
         split(address)
+
+
+def test_a_peer_that_vanished_is_noticed_within_fifteen_seconds_whether_or_not_anything_is_sent_to_it() -> (
+    None
+):
+    with socket.socket() as end:
+        tune(end)
+        silent, every, times, unanswered_ms = (
+            end.getsockopt(socket.IPPROTO_TCP, name)
+            for name in (
+                socket.TCP_KEEPIDLE,
+                socket.TCP_KEEPINTVL,
+                socket.TCP_KEEPCNT,
+                socket.TCP_USER_TIMEOUT,
+            )
+        )
+
+        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert silent + every * times <= 15
+        assert unanswered_ms == 15_000

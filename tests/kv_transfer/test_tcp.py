@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kv_transfer import addresses
 from kv_transfer.config import MAX_MESSAGE_BYTES, TransferConfig
 from kv_transfer.hub import Hub
 from kv_transfer.messages import MAX_HELLO_BYTES, end_reply, hello_to_bytes, pack
@@ -162,7 +163,11 @@ def test_a_frozen_peer_holds_no_more_than_its_credit_and_ends_with_the_lease() -
 
 
 @pytest.mark.slow
-def test_a_peer_that_takes_nothing_is_given_up_before_a_long_lease_is_over() -> None:
+def test_a_peer_that_takes_nothing_is_given_up_before_a_long_lease_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(addresses._TUNING, "TCP_USER_TIMEOUT", 500)
+
     async def scenario() -> None:
         config = TransferConfig(lease_s=600.0, message_bytes=2**20, credit_bytes=2**26)
         shape = layout(num_layers=2, num_kv_heads=16, head_dim=128, block_tokens=512)
@@ -177,12 +182,11 @@ def test_a_peer_that_takes_nothing_is_given_up_before_a_long_lease_is_over() -> 
             )
             proxy.freeze()
             frames = frames_of(prefill.store, ticket, (0, 1), frame_tokens=64)
-            started_s = time.monotonic()
             with pytest.raises(TransferError, match="timed out"):
-                for _ in range(64):
-                    for frame in frames:
-                        await channel.send([frame])
-            assert time.monotonic() - started_s < 40.0
+                async with asyncio.timeout(PATIENCE_S):
+                    for _ in range(64):
+                        for frame in frames:
+                            await channel.send([frame])
             await channel.abort()
         await prefill.close()
         await decode.close()
