@@ -7,7 +7,8 @@ import asyncio
 import gc
 import os
 import signal
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich import box
@@ -17,15 +18,14 @@ from rich.table import Table
 from twinpool.cli.study_args import serve_options, settings_of
 from twinpool.cli.study_watch import TerminalWatch
 from twinpool.cluster.server_process import server_process
-from twinpool.lab.bench.loop import precise_loop
-from twinpool.lab.study.driver import Driver, StudyStopped
+from twinpool.lab.study.driver import StudyStopped
 from twinpool.lab.study.figures.canvas import check_installed
 from twinpool.lab.study.findings.all import conclude
 from twinpool.lab.study.folder import StudyFolder
 from twinpool.lab.study.laboratory import Laboratory
 from twinpool.lab.study.report import write_report
 from twinpool.lab.study.results import read_results
-from twinpool.lab.study.server import StudiedServer
+from twinpool.lab.study.run import run_study
 from twinpool.lab.study.settings import StudySettings
 from twinpool.lab.study.tables import requests_table
 
@@ -39,26 +39,22 @@ def study(args: argparse.Namespace) -> int:
     options = serve_options(args, workers=settings.workers)
     if not args.no_report:
         check_installed()
-    console = Console(stderr=True)
-    gc.freeze()  # what is there now stays: looking through it again would delay what is measured
-    with folder.held():
+    with folder.held():  # a mistake is told before a server is started
         folder.begin(settings)
-        try:
-            if args.url is not None:
-                _measure(settings, folder, args, args.url, console)
-            else:
-                with server_process(options, say=lambda text: _say(console, text)) as url:
-                    _measure(settings, folder, args, url, console)
-        except (StudyStopped, KeyboardInterrupt):
-            _say(
-                console, f"stopped; the same command goes on from the {_count(folder)} cells in {folder.path}"
-            )
-            if not args.no_report and _count(folder):
-                _report(folder)
+    console = Console(stderr=True)
+    is_stopped = False
+    try:
+        with _server(args, options, console) as url:
+            _measure(settings, folder.path, args, url, console)
+    except (StudyStopped, KeyboardInterrupt):
+        is_stopped = True
+        there = len(folder.measurements())
+        _say(console, f"stopped; the same command goes on from the {there} cells in {folder.path}")
+        if not there:
             return _INTERRUPTED
-        if not args.no_report:
-            _report(folder)
-    return 0
+    if not args.no_report:
+        _report(folder)
+    return _INTERRUPTED if is_stopped else 0
 
 
 def report(args: argparse.Namespace) -> int:
@@ -67,27 +63,27 @@ def report(args: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def _server(args: argparse.Namespace, options: Sequence[str], console: Console) -> Iterator[str]:
+    """Give the URL of the server that is named, or of one that lives as long as the block."""
+    if args.url is not None:
+        yield args.url
+        return
+    with server_process(options, say=lambda text: _say(console, text)) as url:
+        yield url
+
+
 def _measure(
-    settings: StudySettings, folder: StudyFolder, args: argparse.Namespace, url: str, console: Console
+    settings: StudySettings, path: Path, args: argparse.Namespace, url: str, console: Console
 ) -> None:
-    with asyncio.Runner(loop_factory=precise_loop) as runner:
-        runner.run(_measure_async(settings, folder, args, url, console))
-
-
-async def _measure_async(
-    settings: StudySettings, folder: StudyFolder, args: argparse.Namespace, url: str, console: Console
-) -> None:
-    api_key = args.api_key or os.environ.get("TWINPOOL_API_KEY")
-    loop = asyncio.get_running_loop()
-    async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(StudiedServer(url, api_key=api_key))
-        watch = stack.enter_context(TerminalWatch(console))
-        laboratory = Laboratory(settings, server, on_start=watch.load)
+    def stop_on_signals(laboratory: Laboratory) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, laboratory.stop)
-        if args.url is not None:
-            await stack.enter_async_context(server.roles_restored())
-        await Driver(settings, folder, laboratory, watch=watch).run()
+            asyncio.get_running_loop().add_signal_handler(number, laboratory.stop)
+
+    api_key = args.api_key or os.environ.get("TWINPOOL_API_KEY")
+    gc.freeze()  # what is there now stays: looking through it again would delay what is measured
+    with TerminalWatch(console) as watch:
+        run_study(settings, path, url=url, api_key=api_key, watch=watch, on_start=stop_on_signals)
 
 
 def _report(folder: StudyFolder) -> None:
@@ -106,10 +102,6 @@ def _report(folder: StudyFolder) -> None:
         console.print(f"- {conclusion.text}", soft_wrap=True, markup=False)
         console.print(f"  {conclusion.evidence}", soft_wrap=True, markup=False, style="dim")
     console.print(f"\n{path}", soft_wrap=True, markup=False)
-
-
-def _count(folder: StudyFolder) -> int:
-    return len(folder.measurements())
 
 
 def _say(console: Console, text: str) -> None:

@@ -16,7 +16,7 @@ _REFRESH_S = 1.0
 
 
 class TerminalWatch:
-    """Use it as a context, inside the event loop that measures.
+    """Use it as a context around what is measured in one event loop.
 
     Args:
         console: Where it is shown; what moves is shown on a terminal only.
@@ -31,9 +31,6 @@ class TerminalWatch:
         self._timer: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> TerminalWatch:
-        if self._console.is_terminal:
-            self._live.start()
-            self._refresh()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -44,9 +41,11 @@ class TerminalWatch:
     def began(self, cell: Cell, *, done: int, total: int | None) -> None:
         self._place = f"[{done + 1}/{total}]" if total is not None else f"[{done + 1}]"
         self._cell, self._load = cell, None
+        if self._console.is_terminal and self._timer is None:
+            self._live.start()
+            self._refresh()
 
     def load(self, generator: LoadGenerator, summary: Summary) -> None:
-        """Take note of what is being sent."""
         self._load = (generator, summary)
 
     def ended(self, measurement: Measurement) -> None:
@@ -70,8 +69,7 @@ class TerminalWatch:
         self._timer = asyncio.get_running_loop().call_later(_REFRESH_S, self._refresh)
 
     def _line(self) -> str:
-        if self._cell is None:
-            return "starting"
+        assert self._cell is not None, "nothing is shown before a cell began"
         if self._load is None:
             return f"{self._place} {_name(self._cell)}: changing roles"
         generator, summary = self._load

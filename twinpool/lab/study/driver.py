@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from twinpool.core.errors import RequestCancelled
+from twinpool.lab.bench.generator import LoadGenerator
+from twinpool.lab.metrics.summary import Summary
 from twinpool.lab.study.cell import Cell, Measurement
 from twinpool.lab.study.folder import StudyFolder
 from twinpool.lab.study.guard import LOADS, ROLES, check
@@ -35,6 +37,10 @@ class Watch(Protocol):
 
     def began(self, cell: Cell, *, done: int, total: int | None) -> None:
         """A cell begins; ``total`` is None where a search will show how many there are."""
+        ...
+
+    def load(self, generator: LoadGenerator, summary: Summary) -> None:
+        """Its load begins; both can be read at any time until it ends."""
         ...
 
     def ended(self, measurement: Measurement) -> None:
