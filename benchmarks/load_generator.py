@@ -9,15 +9,20 @@ when it wrote each token.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
+import time
 import urllib.request
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 from benchmarks.document import provenance, table, write_section
 from tests.lab.bench.server import Times, serving
-from twinpool.lab import BenchConfig, BenchResult, Record, open_workload, run_bench
+from twinpool.lab import BenchConfig, BenchResult, Record, WorkItem, open_workload, run_bench
+from twinpool.lab.bench.loop import precise_loop
+from twinpool.lab.bench.target import read_target
 
 _RATE, _COUNT = 200, 1200
 _TTFT_S, _GAP_S = 0.05, 0.02
@@ -61,21 +66,65 @@ def _truth() -> str:
 
 def _cost() -> str:
     rows = []
-    for tokens in (1, 4, 16, 64):
+    for tokens in (1, 4, 8, 16, 64):
+        spec = f"synthetic:prompt=100,output={tokens},arrival=poisson({_RATE}),count={_COUNT}"
         with serving(Times(ttft_s=_TTFT_S, gap_s=_GAP_S)) as url:
-            spec = f"synthetic:prompt=100,output={tokens},arrival=poisson({_RATE}),count={_COUNT}"
             result, _ = _run(url, spec)
+        with (
+            serving(Times(ttft_s=_TTFT_S, gap_s=_GAP_S)) as url,
+            asyncio.Runner(loop_factory=precise_loop) as runner,
+        ):
+            bare_share = runner.run(_bare_share(url, list(open_workload(spec))))
         late_ms = [1e3 * (late or 0.0) for late in result.summary.late_s.percentiles((50, 99))]
         rows.append(
             [
                 str(tokens),
                 f"{result.cpu_share:.1%}",
+                f"{bare_share:.1%}",
                 f"{1e6 * result.cpu_s / result.num_sent:.0f}",
                 *(f"{late:.2f}" for late in late_ms),
             ]
         )
-    head = ("tokens each", "of a core", "us a request", "late p50, ms", "late p99, ms")
-    return f"Cost at {_RATE} requests/s, each token a chunk of its own:\n\n" + table(head, rows)
+    head = ("tokens each", "of a core", "bare", "us a request", "late p50, ms", "late p99, ms")
+    text = f"Cost at {_RATE} requests/s, each token a chunk; bare is to send bytes and drop what comes:"
+    return text + "\n\n" + table(head, rows)
+
+
+class _Bare(asyncio.Protocol):
+    """Drops what comes, but for the end of an answer."""
+
+    def __init__(self, free: list[_Bare]) -> None:
+        self._free = free
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        if data.endswith(b"0\r\n\r\n"):
+            self._free.append(self)
+
+
+async def _bare_share(url: str, items: Sequence[WorkItem]) -> float:
+    """Send the same requests at the same times, ready beforehand, and return what share of a core it took."""
+    loop, target, free = asyncio.get_running_loop(), read_target(url, api_key=None), list[_Bare]()
+    most = 10 + int(4 * _RATE * (_TTFT_S + _GAP_S * items[0].output_tokens))
+    for _ in range(most):
+        free.append((await loop.create_connection(lambda: _Bare(free), target.host, target.port))[1])
+    body = {"prompt": list(range(100, 200)), "max_tokens": items[0].output_tokens}
+    request = target.request("POST", "/v1/completions", json.dumps(body).encode())
+    start_s, cpu_s = loop.time(), time.process_time()
+    for item in items:
+        woken = loop.create_future()
+        loop.call_at(start_s + item.arrival_s, woken.set_result, None)
+        await woken
+        free.pop().transport.write(request)
+    while len(free) < most:  # noqa: ASYNC110  # an event would cost what is to be measured
+        await asyncio.sleep(0.05)
+    share = (time.process_time() - cpu_s) / (loop.time() - start_s)
+    for connection in free:
+        connection.transport.abort()
+    return share
 
 
 def _stall() -> str:

@@ -43,124 +43,137 @@ def serving(times: Times | None = None) -> Iterator[str]:
 
 
 class Server:
+    """What all connections share: times, and books of what came."""
+
     def __init__(self, times: Times) -> None:
-        self._times = times
-        self._log: dict[str, list[float]] = {}
-        self._bodies: list[dict[str, object]] = []
-        self._num_asked = 0
-        self._num_left = 0  # clients that closed before their answer's end
-        self._num_connections = 0
+        self.times = times
+        self.log: dict[str, list[float]] = {}
+        self.bodies: list[dict[str, object]] = []
+        self.num_asked = 0
+        self.num_left = 0  # clients that closed before their answer's end
+        self.num_connections = 0
 
-    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._num_connections += 1
-        try:
-            is_first = True
-            while await self._answer(reader, writer, is_first):
-                is_first = False
-        except (ConnectionError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            writer.close()
-
-    async def _answer(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_first: bool
-    ) -> bool:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        arrived_s = asyncio.get_running_loop().time()
-        method, path, _ = head.split(" ", 2)
-        headers = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:] if line)
-        body = await reader.readexactly(int(headers.get("content-length", 0)))
-        if method == "GET" or path == "/tokenize":
-            _whole(writer, self._told(path))
-            return True
-        asked = json.loads(body)
-        if len(self._bodies) < 1000:
-            self._bodies.append(asked)
-        if asked.get("behave") == "hang_up" and not is_first:
-            return False
-        self._num_asked += 1
-        if self._num_asked == self._times.freeze_after:
-            time.sleep(self._times.freeze_s)  # noqa: ASYNC251  # nothing of this process moves
-        return await self._stream(reader, writer, headers.get("x-request-id", ""), asked, arrived_s)
-
-    def _told(self, path: str) -> object:
+    def told(self, path: str) -> object:
         if path == "/v1/models":
             return {"object": "list", "data": [{"id": "toy"}]}
         if path == "/tokenize":
             return {"tokens": [11, 12, 13, 11], "count": 4}
         if path == "/log":
-            counts = {"connections": self._num_connections, "left": self._num_left}
-            return {"times": self._log, "bodies": self._bodies, **counts}
+            counts = {"connections": self.num_connections, "left": self.num_left}
+            return {"times": self.log, "bodies": self.bodies, **counts}
         if path.startswith("/admin/requests/"):
-            return {
-                "spans": [{"name": "queue", "start_s": 0.0}, {"name": "prefill", "start_s": 0.004}],
-                "kv_bytes": 77,
-            }
+            spans = [{"name": "queue", "start_s": 0.0}, {"name": "prefill", "start_s": 0.004}]
+            return {"spans": spans, "kv_bytes": 77}
         return {"version": "toy-1"}
 
-    async def _stream(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        request_id: str,
-        asked: dict[str, object],
-        arrived_s: float,
-    ) -> bool:
-        loop = asyncio.get_running_loop()
-        behave = asked.get("behave", "")
-        if behave == "refuse":
-            _whole(
-                writer,
-                {"error": {"message": "too many", "code": "queue_full"}},
-                status="429 Too Many Requests",
-            )
-            return True
-        if behave == "no_http":
-            writer.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
-            return False
-        if behave == "close":
-            return False
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n")
-        writer.write(b"x-twinpool-path: disaggregated; retried=WorkerLost\r\n\r\n")
-        written = self._log.setdefault(request_id, [arrived_s])
-        num_tokens = int(asked["max_tokens"])  # type: ignore[call-overload]
-        for index in range(num_tokens):
-            due_s = arrived_s + self._times.ttft_s + index * self._times.gap_s
-            left_s = due_s - loop.time()
-            if left_s > 0.0:
-                await asyncio.sleep(left_s)
-            if reader.at_eof():
-                self._num_left += 1
-                return False
-            written.append(loop.time())
-            if behave == "cut" and index == 2:
-                return False
-            if behave == "error_event" and index == 2:
-                _event(writer, {"error": {"message": "lost", "type": "server_error", "code": "worker_lost"}})
-                break
-            finish = "length" if index == num_tokens - 1 and behave != "no_finish" else None
-            _event(writer, {"choices": [{"index": 0, "text": "token ", "finish_reason": finish}]})
+
+class Connection(asyncio.Protocol):
+    """Answers one request after the other; written without tasks, so that its own times are true."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._now_s = asyncio.get_running_loop().time
+        self._came = b""
+        self._num_answered = 0
+        self._next: asyncio.TimerHandle | None = None  # token
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._server.num_connections += 1
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._next is not None:
+            self._next.cancel()
+            self._server.num_left += 1
+
+    def data_received(self, data: bytes) -> None:
+        arrived_s = self._now_s()
+        self._came += data
+        head, end, body = self._came.partition(b"\r\n\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in head.decode().split("\r\n")[1:] if end)
+        if not end or len(body) < int(headers.get("content-length", 0)):
+            return
+        self._came = b""
+        method, path, _ = head.decode().split(" ", 2)
+        if method == "GET" or path == "/tokenize":
+            _whole(self._transport, self._server.told(path))
         else:
-            usage = {
-                "prompt_tokens": len(asked["prompt"]),  # type: ignore[arg-type]
-                "completion_tokens": num_tokens,
-                "prompt_tokens_details": {"cached_tokens": 3},
-            }
-            _event(writer, {"choices": [], "usage": usage})
-            if behave != "no_finish":
-                writer.write(b"e\r\ndata: [DONE]\n\n\r\n")
-        writer.write(b"0\r\n\r\n")
-        return True
+            self._generate(json.loads(body), headers.get("x-request-id", ""), arrived_s)
+        self._num_answered += 1
+
+    def _generate(self, asked: dict[str, object], request_id: str, arrived_s: float) -> None:
+        server, behave = self._server, str(asked.get("behave", ""))
+        if behave == "hang_up" and self._num_answered:
+            self._transport.close()
+            return
+        if len(server.bodies) < 1000:
+            server.bodies.append(asked)
+        server.num_asked += 1
+        if server.num_asked == server.times.freeze_after:
+            time.sleep(server.times.freeze_s)  # nothing of this process moves
+        if behave == "refuse":
+            error = {"error": {"message": "too many", "code": "queue_full"}}
+            _whole(self._transport, error, status="429 Too Many Requests")
+        elif behave == "no_http":
+            self._transport.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
+        elif behave == "close":
+            self._transport.close()
+        else:
+            self._transport.write(
+                b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+                b"x-twinpool-path: disaggregated; retried=WorkerLost\r\n\r\n"
+            )
+            written = server.log.setdefault(request_id, [arrived_s])
+            self._wait(0, asked, behave, written)
+
+    def _wait(self, index: int, asked: dict[str, object], behave: str, written: list[float]) -> None:
+        times = self._server.times
+        due_s = written[0] + times.ttft_s + index * times.gap_s
+        loop = asyncio.get_running_loop()
+        self._next = loop.call_at(due_s, self._token, index, asked, behave, written)
+
+    def _token(self, index: int, asked: dict[str, object], behave: str, written: list[float]) -> None:
+        self._next = None
+        num_tokens = int(asked["max_tokens"])  # type: ignore[call-overload]
+        is_last = index == num_tokens - 1
+        written.append(self._now_s())
+        if index == 2 and behave == "cut":
+            self._transport.close()
+            return
+        if index == 2 and behave == "error_event":
+            error = {"message": "lost", "type": "server_error", "code": "worker_lost"}
+            self._transport.write(_event({"error": error}) + b"0\r\n\r\n")
+            return
+        finish = "length" if is_last and behave != "no_finish" else None
+        token = _event({"choices": [{"index": 0, "text": "token ", "finish_reason": finish}]})
+        if not is_last:
+            self._transport.write(token)
+            self._wait(index + 1, asked, behave, written)
+            return
+        usage = {
+            "prompt_tokens": len(asked["prompt"]),  # type: ignore[arg-type]
+            "completion_tokens": num_tokens,
+            "prompt_tokens_details": {"cached_tokens": 3},
+        }
+        done = b"" if behave == "no_finish" else b"e\r\ndata: [DONE]\n\n\r\n"
+        end = b"" if behave.startswith("end_cut_at_") else b"0\r\n\r\n"
+        self._transport.write(token + _event({"choices": [], "usage": usage}) + done + end)
+        if not end:
+            cut = int(behave.removeprefix("end_cut_at_"))
+            self._transport.write(b"0\r\n\r\n"[:cut])
+            later = asyncio.get_running_loop().call_later
+            later(0.05, self._transport.write, b"0\r\n\r\n"[cut:])
 
 
-def _whole(writer: asyncio.StreamWriter, value: object, *, status: str = "200 OK") -> None:
+def _whole(transport: asyncio.Transport, value: object, *, status: str = "200 OK") -> None:
     data = json.dumps(value).encode()
-    writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+    transport.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
 
 
-def _event(writer: asyncio.StreamWriter, value: object) -> None:
+def _event(value: object) -> bytes:
     data = b"data: " + json.dumps(value).encode() + b"\n\n"
-    writer.write(b"%x\r\n%b\r\n" % (len(data), data))
+    return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 async def _serve(times: Times) -> None:
@@ -168,8 +181,10 @@ async def _serve(times: Times) -> None:
     if times.certificates:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(*(Path(times.certificates) / f"router.{end}" for end in ("pem", "key")))
-    connected = Server(times).connected
-    server = await asyncio.start_server(connected, "127.0.0.1", 0, backlog=4096, ssl=context)
+    books = Server(times)
+    server = await asyncio.get_running_loop().create_server(
+        lambda: Connection(books), "127.0.0.1", 0, backlog=4096, ssl=context
+    )
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 

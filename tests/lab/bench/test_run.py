@@ -104,6 +104,26 @@ def test_what_goes_wrong_is_counted_by_its_kind(behave: str, kind: str, has_firs
     assert result.first_problem.startswith(kind)
 
 
+@pytest.mark.parametrize("cut", [0, 1, 2, 3, 4])
+def test_an_answer_ends_however_the_end_of_its_body_is_cut(cut: int) -> None:
+    spec = "synthetic:prompt=9,output=5,arrival=constant(100),count=10"
+    with serving() as url:
+        result, records = _run(url, spec, body={"behave": f"end_cut_at_{cut}"}, timeout_s=20.0)
+
+    assert result.summary.num_answered == 10
+    assert (
+        max(record.end_s - record.last_token_s for record in records) < 15.0
+    )  # none waited for its deadline
+
+
+def test_an_answer_longer_than_what_is_read_at_once_has_all_its_tokens() -> None:
+    with serving(Times(gap_s=0.0005)) as url:
+        result, records = _run(url, "synthetic:prompt=9,output=1500,arrival=at_once,count=3")
+
+    assert result.summary.num_answered == 3
+    assert [len(record.gaps_s) for record in records] == [1499] * 3
+
+
 def test_a_server_with_tls_is_measured_if_its_certificate_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,7 +253,7 @@ def test_goodput_is_what_the_limits_make_of_it() -> None:
         bad, _ = _run(
             url,
             "synthetic:prompt=9,output=3,arrival=constant(50),count=20",
-            limits=replace(limits, tpot_s=0.001),
+            limits=replace(limits, ttft_s=0.001),
         )
 
     assert good.summary.goodput_share == 1.0
@@ -243,8 +263,8 @@ def test_goodput_is_what_the_limits_make_of_it() -> None:
 def test_the_result_is_json_that_says_how_to_repeat_it() -> None:
     spec = "synthetic:prompt=9,output=3,arrival=constant(50),count=20,seed=5"
     with serving() as url:
-        first, _ = _run(url, spec)
-        second, _ = _run(url, spec)
+        first, _ = _run(url, spec, late_limit_s=30.0)
+        second, _ = _run(url, spec, late_limit_s=30.0)
     told = json.loads(json.dumps(first.to_json(), allow_nan=False))
 
     assert told["valid"] is True

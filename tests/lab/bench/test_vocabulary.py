@@ -15,24 +15,22 @@ IDS = tuple(range(100, 400))
 def test_a_prompt_has_as_many_tokens_as_was_asked_for(tokens: int) -> None:
     item = WorkItem(index=3, arrival_s=0.0, prompt_tokens=tokens, output_tokens=1)
 
-    ids = Vocabulary(ids=IDS).prompt(item)
+    ids = Vocabulary(IDS).prompt(item)
 
     assert len(ids) == tokens
     assert set(ids) <= set(IDS)
-    assert (
-        len(Vocabulary().prompt(item).split(" ")) == len(Vocabulary(ids=IDS).text(item).split(" ")) == tokens
-    )
+    assert len(Vocabulary().prompt(item).split(" ")) == len(Vocabulary(IDS).text(item).split(" ")) == tokens
 
 
 def test_the_same_request_is_the_same_prompt_and_others_are_others() -> None:
     first, second = (WorkItem(index=i, arrival_s=0.0, prompt_tokens=50, output_tokens=1) for i in (1, 2))
 
-    assert Vocabulary(ids=IDS).prompt(first) == Vocabulary(ids=IDS).prompt(first)
-    assert Vocabulary(ids=IDS).prompt(first) != Vocabulary(ids=IDS).prompt(second)
-    assert Vocabulary(ids=IDS).prompt(first) != Vocabulary(ids=IDS, seed=1).prompt(first)
+    assert Vocabulary(IDS).prompt(first) == Vocabulary(IDS).prompt(first)
+    assert Vocabulary(IDS).prompt(first) != Vocabulary(IDS).prompt(second)
+    assert Vocabulary(IDS).prompt(first) != Vocabulary(IDS, seed=1).prompt(first)
 
 
-@pytest.mark.parametrize("vocabulary", [Vocabulary(ids=IDS), Vocabulary()])
+@pytest.mark.parametrize("vocabulary", [Vocabulary(IDS), Vocabulary()])
 def test_each_turn_of_a_conversation_begins_with_the_prompt_of_the_turn_before(
     vocabulary: Vocabulary,
 ) -> None:
@@ -54,7 +52,7 @@ def test_blocks_that_differ_in_one_place_give_prompts_that_agree_up_to_there() -
         WorkItem(index=i, arrival_s=0.0, prompt_tokens=1100, output_tokens=1, blocks=blocks, block_tokens=512)
         for i, blocks in ((0, (0, 7, 9)), (1, (0, 8, 9)))
     )
-    one, other = Vocabulary(ids=IDS).prompt(first), Vocabulary(ids=IDS).prompt(second)
+    one, other = Vocabulary(IDS).prompt(first), Vocabulary(IDS).prompt(second)
 
     assert one[:512] == other[:512]
     assert one[512:520] != other[512:520]
@@ -65,7 +63,7 @@ def test_tokens_behind_the_last_block_are_those_of_the_request_alone() -> None:
         WorkItem(index=i, arrival_s=0.0, prompt_tokens=40, output_tokens=1, blocks=(5,), block_tokens=16)
         for i in (0, 1)
     )
-    one, other = Vocabulary(ids=IDS).prompt(first), Vocabulary(ids=IDS).prompt(second)
+    one, other = Vocabulary(IDS).prompt(first), Vocabulary(IDS).prompt(second)
 
     assert one[:16] == other[:16]
     assert one[16:] != other[16:]
@@ -75,7 +73,7 @@ def test_tokens_behind_the_last_block_are_those_of_the_request_alone() -> None:
 def test_a_real_text_is_sent_as_it_is() -> None:
     item = WorkItem(index=0, arrival_s=0.0, prompt_tokens=2, output_tokens=1, text="Hello there")
 
-    assert Vocabulary(ids=IDS).prompt(item) == Vocabulary(ids=IDS).text(item) == "Hello there"
+    assert Vocabulary(IDS).prompt(item) == Vocabulary(IDS).text(item) == "Hello there"
 
 
 def test_all_words_are_different_and_plain() -> None:

@@ -20,10 +20,7 @@ _SHOWN = (
     "tool_calls",
 )  # what a chat's delta may carry
 
-# In JSON an unescaped quote ends a text, so what these find are keys and never a part of somebody's text.
-_TOKEN = re.compile(rb'"(?:text|content)"\s*:\s*"[^"]')
-_GOES_ON = re.compile(rb'"finish_reason"\s*:\s*null')
-_MORE = re.compile(rb'"(?:usage|error)"')
+_TEXT = re.compile(rb'"(?:text|content)"\s*:\s*"[^"]')
 
 
 class Answer:
@@ -103,8 +100,8 @@ class Answer:
             self.first_s = self.last_s = self._finished_s
 
     def _event(self, data: bytes, now_s: float) -> None:
-        if _TOKEN.search(data) and _GOES_ON.search(data) and not _MORE.search(data):
-            self._text(now_s)  # nearly all events are such
+        if _is_plain(data):
+            self._text(now_s)
             return
         if data == b"[DONE]":
             self.is_done = True
@@ -132,6 +129,17 @@ class Answer:
         else:
             self.gaps_s.append(now_s - self.last_s)
         self.last_s = now_s
+
+
+def _is_plain(event: bytes) -> bool:
+    """Say whether an event carries text and nothing else that counts, as nearly all do, without parsing it.
+
+    In JSON an unescaped quote ends a text, so what is found here are keys, never a part of somebody's text.
+    An event that looks plain is; one that does not may be nevertheless.
+    """
+    goes_on = b'"finish_reason":null' in event or b'"finish_reason": null' in event
+    has_more = b'"usage"' in event or b'"error"' in event
+    return goes_on and not has_more and _TEXT.search(event) is not None
 
 
 def kind_of(error: object) -> str:

@@ -12,6 +12,8 @@ from typing import Protocol
 from twinpool.lab.bench.response import Malformed, Response
 from twinpool.lab.bench.target import Target
 
+_MOST_UNREAD = 256  # pieces of one stream
+
 
 class Exchange(Protocol):
     """One request and what comes back, until ``ended``, or until ``ConnectionPool.give_up`` is told of it."""
@@ -36,14 +38,20 @@ class Exchange(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """One connection of a pool."""
+    """One connection of a pool.
+
+    The pieces of a stream are stamped as they come and read together a while later, at its end at the latest:
+    to read one takes a few microseconds, and to come back to the reading code for each one takes many.
+    """
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._now_s = asyncio.get_running_loop().time
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
-        self._response: Response | None = None
+        self._response = Response(_drop)
+        self._unread: list[tuple[float, bytes]] = []
+        self._is_stream = False
         self._is_used = False  # an exchange has ended on it
         self._has_received = False  # anything in this exchange
 
@@ -55,23 +63,22 @@ class Connection(asyncio.Protocol):
         """Send the request of an exchange; there is no other."""
         assert self._transport is not None and self._exchange is None, "the connection is in use"
         self._exchange, self._response = exchange, exchange.response()
-        self._has_received = False
+        self._is_stream = self._has_received = False
         self._transport.write(exchange.request)
 
     def data_received(self, data: bytes) -> None:
-        now_s = self._now_s()
-        if self._exchange is None or self._response is None:  # nobody asked
+        self._unread.append((self._now_s(), data))
+        if self._is_stream and len(self._unread) < _MOST_UNREAD and not _may_end(data):
+            return
+        if self._exchange is None:  # nobody asked
             self.abort()
             return
-        self._has_received = True
-        self._exchange.received(now_s)
-        try:
-            self._response.feed(data)
-        except (Malformed, ValueError) as error:
-            self._end("malformed", now_s, str(error))
+        now_s = self._unread[-1][0]
+        problem = self._read(self._exchange)
+        if problem:
+            self._end("malformed", now_s, problem)
             self.abort()
-            return
-        if self._response.is_ended:
+        elif self._response.is_ended:
             may_follow = self._response.may_follow
             self._end("", now_s)
             if may_follow:
@@ -80,30 +87,57 @@ class Connection(asyncio.Protocol):
                 self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        exchange, response = self._exchange, self._response
-        if exchange is not None and response is not None:
-            response.close()
+        exchange = self._exchange
+        if exchange is not None:
+            problem = self._read(exchange)
+            self._response.close()
             if self._is_used and not self._has_received:
                 # The server closed it between two requests, as it may at any time: RFC 9112, 9.3.1.
                 self._exchange = None
                 self._pool.begin_anew(exchange)
+            elif self._response.is_ended:
+                self._end("", self._now_s())
             else:
-                self._end("" if response.is_ended else "disconnected", self._now_s())
+                self._end("malformed" if problem else "disconnected", self._now_s(), problem)
         self._pool.lost(self)
 
     def abort(self) -> None:
-        """Close at once; an exchange that goes on is told nothing any more."""
-        self._exchange = None
+        """Close at once; an exchange that goes on knows all that came, and is told nothing any more."""
+        if self._exchange is not None:
+            self._read(self._exchange)
+            self._exchange = None
         self._pool.lost(self)
         if self._transport is not None:
             self._transport.abort()
 
+    def _read(self, exchange: Exchange) -> str:
+        """Read what came; return why it cannot be read, or nothing."""
+        unread, self._unread = self._unread, []
+        self._has_received = self._has_received or bool(unread)
+        try:
+            for now_s, data in unread:
+                exchange.received(now_s)
+                self._response.feed(data)
+        except (Malformed, ValueError) as error:
+            return str(error) or "no reason"
+        self._is_stream = self._response.is_chunked
+        return ""
+
     def _end(self, error: str, now_s: float, reason: str = "") -> None:
         exchange, self._exchange = self._exchange, None
         assert exchange is not None, "an exchange ends once"
-        self._is_used = True
+        self._is_used, self._is_stream = True, False
         self._pool.forget(exchange)
         exchange.ended(error, now_s, reason)
+
+
+def _may_end(data: bytes) -> bool:
+    """Say whether a piece can be the last one of a chunked body; of a short one the end may be cut in two."""
+    return data.endswith(b"\r\n\r\n") or len(data) < len(b"0\r\n\r\n")
+
+
+def _drop(data: bytes) -> None:
+    """Take what nobody asked for."""
 
 
 class ConnectionPool:

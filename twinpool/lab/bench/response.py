@@ -52,6 +52,11 @@ class Response:
         return self._part is _Part.END
 
     @property
+    def is_chunked(self) -> bool:
+        """Whether a body in chunks goes on."""
+        return self._part in (_Part.SIZE, _Part.DATA, _Part.TRAILER)
+
+    @property
     def may_follow(self) -> bool:
         """Whether the connection can be used for another request after this one."""
         return self.is_ended and not self._rest and self._is_kept

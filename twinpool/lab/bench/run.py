@@ -132,7 +132,7 @@ class _Watched:
 async def _requests(pool: ConnectionPool, target: Target, config: BenchConfig) -> tuple[Requests, str]:
     model = config.model or await _first_model(pool, target)
     ids, prompts_of = await _ids(pool, target, config, model)
-    vocabulary = Vocabulary(ids=ids, seed=config.seed)
+    vocabulary = Vocabulary(ids, seed=config.seed)
     requests = Requests(
         target=target,
         config=config,

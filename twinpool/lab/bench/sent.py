@@ -37,7 +37,7 @@ class SentRequest:
         self._now_s = 0.0
         self._failure = bytearray()  # the body of an answer that is no stream
         self._answer = Answer()
-        self._response = Response(self._on_body)
+        self._response: Response | None = None  # of the last connection
 
     @property
     def due_s(self) -> float:
@@ -83,26 +83,35 @@ class SentRequest:
             output_tokens=answer.output_tokens,
             queue_s=queue_s,
             kv_bytes=kv_bytes,
-            path=self._response.headers.get("x-twinpool-path", "").partition(";")[0],
+            path="" if self._response is None else _path(self._response),
             error=self.error,
         )
+
+    @property
+    def _status(self) -> int:
+        return 0 if self._response is None else self._response.status
 
     def _of_run(self, time_s: float | None) -> float | None:
         return None if time_s is None else time_s - self._start_s
 
     def _on_body(self, data: bytes) -> None:
-        if self._response.status == 200:
+        if self._response is not None and self._response.status == 200:
             self._answer.feed(data, self._now_s)
         elif len(self._failure) < _MAX_ERROR_BYTES:
             self._failure += data
 
     def _problem(self) -> str:
-        if self._response.status == 200:
+        if self._status == 200:
             return self._answer.error or ("" if self._answer.is_complete else "incomplete")
         self.message = bytes(self._failure).decode("utf-8", "replace")
         try:
             told = json.loads(self._failure)
         except ValueError:
-            return f"http_{self._response.status}"
+            return f"http_{self._status}"
         error = told.get("error") if isinstance(told, Mapping) else None
-        return kind_of(error) if isinstance(error, Mapping) else f"http_{self._response.status}"
+        return kind_of(error) if isinstance(error, Mapping) else f"http_{self._status}"
+
+
+def _path(response: Response) -> str:
+    """How a Twinpool server answered, without what happened on the way."""
+    return response.headers.get("x-twinpool-path", "").partition(";")[0]

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from typing import TypeVar
 
 from twinpool.lab.workload.item import WorkItem
+
+T = TypeVar("T")
 
 TEXT = """
 the of and to in is that it was for on are as with his they at be this from have or by one had not but
@@ -31,32 +31,38 @@ second eyes
 WORDS = tuple(TEXT.split())
 
 
-@dataclass(frozen=True, slots=True)
+_PIECES = 256  # that are used: one byte says which
+
+
 class Vocabulary:
     """Pieces that count as one token each, and how they are written one after the other.
 
-    ``ids`` are written as a JSON list of numbers, which a server takes as they are; without ids, words are
-    joined to a text, and the server's own count of it is what is reported.
+    Args:
+        ids: A server takes them as they are, as a list of numbers.  Without any, words are joined to a text,
+            and the server's own count of it is what is reported.
+        seed: Another one gives other prompts.
     """
 
-    ids: tuple[int, ...] = ()
-    seed: int = 0
+    def __init__(self, ids: Sequence[int] = (), *, seed: int = 0) -> None:
+        self._ids = _table(ids) if ids else None
+        self._words = _table(WORDS)
+        self._seed = seed
 
     def prompt(self, item: WorkItem) -> list[int] | str:
         """Return the prompt of a request: its text, or else ids or words that stand for its blocks."""
-        if item.text:
-            return item.text
-        places = self._places(item)
-        if self.ids:
-            ids = self.ids
-            return [ids[place] for place in places]
-        return " ".join(WORDS[place] for place in places)
+        if item.text or self._ids is None:
+            return self.text(item)
+        ids = self._ids
+        return [ids[place] for place in self._places(item)]
 
     def text(self, item: WorkItem) -> str:
         """Return the same as a text, for a chat."""
-        return item.text or " ".join(WORDS[place % len(WORDS)] for place in self._places(item))
+        if item.text:
+            return item.text
+        words = self._words
+        return " ".join([words[place] for place in self._places(item)])
 
-    def _places(self, item: WorkItem) -> Sequence[int]:
+    def _places(self, item: WorkItem) -> bytes:
         """Return which piece stands at each place of the prompt."""
         drawn = []
         left = item.prompt_tokens
@@ -65,10 +71,12 @@ class Vocabulary:
             left -= item.block_tokens
         if left > 0:
             drawn.append(self._draw(f"request {item.index}", left))
-        numbers = np.frombuffer(b"".join(drawn), "<u4") % len(self.ids or WORDS)
-        places: list[int] = numbers.tolist()
-        return places
+        return b"".join(drawn)
 
     def _draw(self, what: str, tokens: int) -> bytes:
-        """Return four bytes a token that depend on the seed and on ``what`` alone; fewer begin as more do."""
-        return hashlib.shake_128(f"{self.seed} {what}".encode()).digest(4 * tokens)
+        """Return a byte a token that depends on the seed and on ``what`` alone; fewer begin as more do."""
+        return hashlib.shake_128(f"{self._seed} {what}".encode()).digest(tokens)
+
+
+def _table(pieces: Sequence[T]) -> list[T]:
+    return [pieces[place % len(pieces)] for place in range(_PIECES)]

@@ -46,9 +46,9 @@ class Shape:
                 continue
             if self.end_s is not None and item.arrival_s >= self.end_s:
                 return
-            yield self._cut(
-                replace(item, index=index, arrival_s=(item.arrival_s - self.start_s) / self.speed)
-            )
+            arrival_s = (item.arrival_s - self.start_s) / self.speed
+            is_same = index == item.index and arrival_s == item.arrival_s
+            yield self._cut(item if is_same else replace(item, index=index, arrival_s=arrival_s))
             index += 1
             if index == self.count:
                 return
