@@ -98,7 +98,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a sequence wants to be computed; it may still have to wait for blocks."""
-        return bool(len(self._decoding) or len(self._prefilling) or len(self._waiting))
+        return bool(self._decoding.sequences or self._prefilling.sequences or self._waiting.sequences)
 
     def enqueue(self, sequence: SequenceState) -> None:
         """Let a new sequence wait for its first step."""
@@ -213,10 +213,12 @@ class Scheduler:
         It stays so, less what was booked, until something else than ``decode_ahead`` is called; deadlines
         are not looked at.
         """
-        num_decoding = len(self._decoding)
+        num_decoding = len(self._decoding.sequences)
         if not 0 < num_decoding <= min(self._config.max_sequences, self._config.max_batch_tokens):
             return 0
-        if len(self._prefilling) or (len(self._waiting) and num_decoding < self._config.max_sequences):
+        if self._prefilling.sequences:
+            return 0
+        if self._waiting.sequences and num_decoding < self._config.max_sequences:
             return 0
         steps = min([sequence.most_tokens - len(sequence.token_ids) for sequence in self._decoding.sequences])
         room = self.pool.num_available
@@ -337,7 +339,8 @@ class Scheduler:
         return sequence.status is SequenceStatus.PREFILLING or self._start(sequence, now_s, batch)
 
     def _add(self, sequence: SequenceState, num_tokens: int, batch: _Batch) -> None:
-        num_tokens = min(num_tokens, batch.tokens_left, sequence.num_uncomputed_tokens)
+        num_uncomputed = sequence.num_uncomputed_tokens
+        num_tokens = min(num_tokens, batch.tokens_left, num_uncomputed)
         if sequence.status is SequenceStatus.PREFILLING and self._config.max_chunk_tokens:
             num_tokens = min(num_tokens, self._config.max_chunk_tokens)
         batch.tokens_left -= num_tokens
@@ -345,12 +348,13 @@ class Scheduler:
             sequence=sequence,
             first_token=sequence.num_computed_tokens,
             num_tokens=num_tokens,
-            samples=num_tokens == sequence.num_uncomputed_tokens,
+            samples=num_tokens == num_uncomputed,
         )
 
     def _start(self, sequence: SequenceState, now_s: float, batch: _Batch) -> bool:
         """Give a waiting sequence all its blocks, if its turn has come and they are free."""
-        if len(self._prefilling) + len(self._decoding) >= self._config.max_sequences:
+        num_started = len(self._prefilling.sequences) + len(self._decoding.sequences)
+        if num_started >= self._config.max_sequences:
             return False
         if self._line_holder(now_s) not in (None, sequence):
             return False
@@ -398,7 +402,7 @@ class Scheduler:
         )
 
     def _num_growing(self) -> int:
-        return sum(1 for sequence in self._decoding if self._blocks.needs_block(sequence))
+        return sum(map(self._blocks.needs_block, self._decoding.sequences))
 
     def _spare_of_newcomers(self, now_s: float) -> int:
         """Return how many blocks a reservation must leave to those that were here before."""
@@ -509,33 +513,34 @@ _by_number = attrgetter("number")
 
 
 class _Line:
-    """Sequences in order of arrival."""
+    """Sequences in order of arrival.
+
+    Attributes:
+        sequences: Them all; to read, until the line changes.
+    """
+
+    __slots__ = ("sequences",)
 
     def __init__(self) -> None:
-        self._sequences: list[SequenceState] = []
+        self.sequences: list[SequenceState] = []
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self.sequences)
 
     def __iter__(self) -> Iterator[SequenceState]:
-        return iter(self._sequences)
+        return iter(self.sequences)
 
     def __reversed__(self) -> Iterator[SequenceState]:
-        return reversed(self._sequences)
-
-    @property
-    def sequences(self) -> Sequence[SequenceState]:
-        """Them all; to read, until the line changes."""
-        return self._sequences
+        return reversed(self.sequences)
 
     @property
     def head(self) -> SequenceState | None:
-        return self._sequences[0] if self._sequences else None
+        return self.sequences[0] if self.sequences else None
 
     def add(self, sequence: SequenceState) -> None:
-        insort(self._sequences, sequence, key=_by_number)
+        insort(self.sequences, sequence, key=_by_number)
 
     def remove(self, sequence: SequenceState) -> None:
-        place = bisect_left(self._sequences, sequence.number, key=_by_number)
-        assert self._sequences[place] is sequence, "a sequence is not in its line"
-        del self._sequences[place]
+        place = bisect_left(self.sequences, sequence.number, key=_by_number)
+        assert self.sequences[place] is sequence, "a sequence is not in its line"
+        del self.sequences[place]

@@ -12,6 +12,7 @@ import pytest
 from router.config import RouterConfig
 from tests.shared import vectors
 from twinpool.core.config import to_yaml
+from twinpool.core.errors import ConfigError
 from twinpool.core.layout import KVLayout
 from twinpool.core.ports import Role
 from twinpool.engine.config import EngineConfig
@@ -77,6 +78,13 @@ def profile_file(folder: Path, *, num_layers: int = 80, num_kv_heads: int = 8, *
     path = folder / "formula.yaml"
     path.write_text(text)
     return str(path)
+
+
+def test_a_profile_by_which_time_stands_still_is_refused(tmp_path: Path) -> None:
+    profile = profile_file(tmp_path, prefill=(0.1, 0.0, 0.0), decode=(0.0, 0.0, 0.0))
+    pool = Pool(role=Role.COLOCATED, workers=1, profile=profile)
+    with pytest.raises(ConfigError, match="profile: of colocated-0 says that a step takes 0 s"):
+        run(arrivals([(0.0, 8, 3)]), SimulationConfig(pools=(pool,)))
 
 
 @pytest.mark.parametrize("name", of("simdistserve"))

@@ -119,7 +119,7 @@ class Journey:
 
     def seek(self, *, is_patient: bool = True) -> None:
         """Look for room, and wait for it if there is none."""
-        now_s = self._deployment.timetable.now_s()
+        now_s = self._deployment.timetable.time_s
         if is_patient:
             self._patience_s = now_s + self._deployment.queue_timeout_s
         line = self._deployment.line
@@ -168,7 +168,7 @@ class Journey:
             return
         self._deployment.line.leave(waiter)
         self._waiter = None
-        if self._deployment.timetable.now_s() >= self._deadline_s:
+        if self._deployment.timetable.time_s >= self._deadline_s:
             self._finish(DeadlineExceeded("the request's time was over before there was room"))
         elif self._deployment.can_answer():
             self._finish(Unavailable("no worker had room in time"))
@@ -224,14 +224,14 @@ class Journey:
         """Do something on the other end of a hop."""
         hop_s = self._deployment.hop_s
         if hop_s:
-            self._deployment.timetable.at(self._deployment.timetable.now_s() + hop_s, action)
+            self._deployment.timetable.at(self._deployment.timetable.time_s + hop_s, action)
         else:
             action()
 
     def _handed_over(self) -> Request:
         """Return the request as an engine gets it now."""
         request = self._request
-        left_s = self._deadline_s - self._deployment.timetable.now_s()
+        left_s = self._deadline_s - self._deployment.timetable.time_s
         return request if left_s == request.timeout_s else replace(request, timeout_s=left_s)
 
     def _submit_here(self) -> None:
@@ -273,7 +273,7 @@ class Journey:
 
     def computed(self, prompt: Prompt) -> None:
         if self._transfer is not None:
-            self._transfer.computed(is_last=prompt.is_last, now_s=self._deployment.timetable.now_s())
+            self._transfer.computed(is_last=prompt.is_last, now_s=self._deployment.timetable.time_s)
 
     def gave(self, output: TokenOutput) -> None:
         claim = self._claim
@@ -289,7 +289,7 @@ class Journey:
 
     def _sent(self, transfer: SimulatedTransfer) -> None:
         """Let the KV come through to its end, and then be decoded on."""
-        now_s = self._deployment.timetable.now_s()
+        now_s = self._deployment.timetable.time_s
         number = self._num_attempts
         prefill, prefilling = self._prefill, self._prefilling
         assert prefill is not None and prefilling is not None, "nobody sends"
@@ -352,7 +352,7 @@ class Journey:
     def _finish(self, error: ServingError | None) -> None:
         self._is_over = True
         claim, self._claim = self._claim, None
-        now_s = self._deployment.timetable.now_s()
+        now_s = self._deployment.timetable.time_s
         times, item = self.times, self._item
         hop_s = self._deployment.hop_s
         self._deployment.over(

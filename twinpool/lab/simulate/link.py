@@ -47,16 +47,17 @@ class SharedLink:
         return now_s + self._queued / self._bytes_s
 
     def _advance(self, now_s: float) -> None:
-        while self._changes and self._changes[0][0] <= now_s:
-            at_s, change = heappop(self._changes)
-            self._drift(at_s)
-            self._inflow += change
-            self._num_flows += (change > 0.0) - (change < 0.0)
-            if not self._num_flows:
-                self._inflow = 0.0  # what rounding left
-        self._drift(now_s)
-
-    def _drift(self, to_s: float) -> None:
-        if to_s > self._at_s:
-            self._queued = max(0.0, self._queued + (self._inflow - self._bytes_s) * (to_s - self._at_s))
-            self._at_s = to_s
+        """Work the queue out up to now, from one change of the inflow to the next."""
+        changes = self._changes
+        while True:
+            is_change = bool(changes) and changes[0][0] <= now_s
+            to_s = changes[0][0] if is_change else now_s
+            if to_s > self._at_s:
+                queued = self._queued + (self._inflow - self._bytes_s) * (to_s - self._at_s)
+                self._queued = queued if queued > 0.0 else 0.0
+                self._at_s = to_s
+            if not is_change:
+                return
+            change = heappop(changes)[1]
+            self._num_flows += 1 if change > 0.0 else -1
+            self._inflow = self._inflow + change if self._num_flows else 0.0  # without what rounding left

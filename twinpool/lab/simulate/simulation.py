@@ -28,6 +28,7 @@ from twinpool.lab.simulate.config import Emulate, Loss, Pool, RoleChange, Simula
 from twinpool.lab.simulate.cost_runner import CostRunner
 from twinpool.lab.simulate.emulate import emulated_cost, emulated_item
 from twinpool.lab.simulate.journey import Journey
+from twinpool.lab.simulate.machine import Machine
 from twinpool.lab.simulate.prompts import request_of
 from twinpool.lab.simulate.result import SimulationResult, WorkerUse
 from twinpool.lab.simulate.timetable import Timetable
@@ -72,7 +73,6 @@ class Simulation:
         on_record: Callable[[Record], None] | None = None,
     ) -> None:
         self.timetable = Timetable()
-        self.hop_s = config.hop_s
         self.queue_timeout_s = config.router.queue_timeout_s
         self._config = config
         self._items: Iterator[WorkItem] = iter(items)
@@ -87,6 +87,8 @@ class Simulation:
         self._current: dict[str, str] = {}  # the latest life of each worker
         self._pool_of: dict[str, Pool] = {}
         self._profiles: dict[str, Profile] = {}
+        self._machines: dict[str, Machine] = {}  # by profile, of those whose workers share one
+        self.hop_s = config.hop_s or max(self._profile(pool).hop_s for pool in config.pools)
         is_shared = config.emulate is not Emulate.SPLITWISE_SIM
         link = config.transfer.resolve()
         if config.emulate is Emulate.SIMDISTSERVE:
@@ -136,7 +138,7 @@ class Simulation:
             use = WorkerUse.of(name, worker)
             uses[name] = use if name not in uses else uses[name].plus(use)
         return SimulationResult(
-            summary=self._summary, workers=tuple(uses.values()), simulated_s=self.timetable.now_s()
+            summary=self._summary, workers=tuple(uses.values()), simulated_s=self.timetable.time_s
         )
 
     # What a journey goes through.
@@ -158,7 +160,7 @@ class Simulation:
     # The workload.
 
     def _expect(self, item: WorkItem) -> None:
-        if item.arrival_s < self.timetable.now_s():
+        if item.arrival_s < self.timetable.time_s:
             raise ConfigError("workload", f"request {item.index} comes before the one ahead of it")
         if bool(item.blocks) != self._knows_contents:
             raise ConfigError(
@@ -187,7 +189,7 @@ class Simulation:
         if not self._is_beating:
             self._is_beating = True
             beat_s = router.heartbeat_s
-            self.timetable.at((self.timetable.now_s() // beat_s + 1.0) * beat_s, self._beat)
+            self.timetable.at((self.timetable.time_s // beat_s + 1.0) * beat_s, self._beat)
         journey.seek()
 
     # The workers.
@@ -230,6 +232,7 @@ class Simulation:
             bytes_s=self.way.link.bytes_s,
             shares_prefixes=engine_config.prefix_cache,
             timetable=self.timetable,
+            machine=self._machine(pool.profile),
         )
         self._lives[life_id] = worker
         self._current[name] = life_id
@@ -243,6 +246,12 @@ class Simulation:
         profile = self._profiles[pool.profile]
         return replace(profile, kv_cache_bytes=pool.kv_cache_bytes) if pool.kv_cache_bytes else profile
 
+    def _machine(self, name: str) -> Machine | None:
+        slowdown = self._profiles[name].slowdown
+        if slowdown and name not in self._machines:
+            self._machines[name] = Machine(slowdown, self.timetable)
+        return self._machines.get(name)
+
     def _beat(self) -> None:
         """Tell the router how the workers are, as their heartbeats do."""
         for handle in self._pool.handles:
@@ -251,7 +260,7 @@ class Simulation:
                 self._pool.heard(handle.worker_id, handle.info.generation, worker.load())
         self._is_beating = bool(self._journeys)
         if self._is_beating:
-            self.timetable.at(self.timetable.now_s() + self._config.router.heartbeat_s, self._beat)
+            self.timetable.at(self.timetable.time_s + self._config.router.heartbeat_s, self._beat)
 
     def _lose(self, loss: Loss) -> None:
         life_id = self._current[loss.worker]
@@ -265,7 +274,7 @@ class Simulation:
         if loss.back_after_s is not None:
             generation = worker.info.generation + 1
             self.timetable.at(
-                self.timetable.now_s() + loss.back_after_s,
+                self.timetable.time_s + loss.back_after_s,
                 lambda: self._join(f"{loss.worker}/{generation}", role, generation=generation),
             )
 
@@ -279,15 +288,15 @@ class Simulation:
         if worker.is_lost or handle.info.role is change.role:
             return
         self._pool.begin_change(handle, change.role)
-        move_s = self.timetable.now_s() + change.timeout_s
+        move_s = self.timetable.time_s + change.timeout_s
 
         def look() -> None:
             if worker.is_lost:
                 return
             if handle.in_flight or worker.engine.num_sequences:
-                if self.timetable.now_s() >= move_s:
+                if self.timetable.time_s >= move_s:
                     self._fail_all(worker, Reassigned(life_id, handle.end_tenure()))
-                self.timetable.at(self.timetable.now_s() + LOOK_EVERY_S, look)
+                self.timetable.at(self.timetable.time_s + LOOK_EVERY_S, look)
                 return
             self._pool.assign(handle, change.role)
             self._pool.end_change(handle)

@@ -12,20 +12,23 @@ class Timetable:
     """Events in order of their time; those of one moment in the order in which they were entered.
 
     Implements ``core.clock.Clock``: it is the time of the event that happens now.
+
+    Attributes:
+        time_s: The same; only events change it.
     """
 
     def __init__(self) -> None:
-        self._now_s = 0.0
+        self.time_s = 0.0
         self._events: list[tuple[float, int, Action]] = []
         self._last: list[Action] = []  # of this moment
         self._num_entered = 0
 
     def now_s(self) -> float:
-        return self._now_s
+        return self.time_s
 
     def at(self, time_s: float, action: Action) -> None:
         """Let ``action`` happen at ``time_s``, which has not passed."""
-        assert time_s >= self._now_s, f"{time_s} has passed, it is {self._now_s}"
+        assert time_s >= self.time_s, f"{time_s} has passed, it is {self.time_s}"
         self._num_entered += 1
         heappush(self._events, (time_s, self._num_entered, action))
 
@@ -35,13 +38,13 @@ class Timetable:
 
     def next(self) -> bool:
         """Let the next event happen; return whether there was one."""
-        if self._last and (not self._events or self._events[0][0] > self._now_s):
+        if self._last and (not self._events or self._events[0][0] > self.time_s):
             last, self._last = self._last, []
             for action in last:
                 action()
             return True
         if not self._events:
             return False
-        self._now_s, _, action = heappop(self._events)
+        self.time_s, _, action = heappop(self._events)
         action()
         return True

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from math import inf, sqrt
 from typing import Protocol
 
-from twinpool.core.errors import ServingError
+from twinpool.core.errors import ConfigError, ServingError
 from twinpool.core.ports import WorkerInfo, WorkerLoad
 from twinpool.core.request import TokenOutput
 from twinpool.engine.engine import Engine
@@ -24,6 +24,7 @@ from twinpool.engine.sequence import SequenceState
 from twinpool.lab.profile.cost import CostModel
 from twinpool.lab.simulate.cost_runner import TOKEN, CostRunner, Prompt
 from twinpool.lab.simulate.link import SharedLink
+from twinpool.lab.simulate.machine import Machine
 from twinpool.lab.simulate.timetable import Timetable
 from twinpool.lab.simulate.token_times import TokenTimes
 
@@ -67,6 +68,7 @@ class SimulatedWorker:
         bytes_s: Of its network, each way.
         shares_prefixes: Whether the engine looks for them.
         timetable: Of the simulation.
+        machine: On which it computes beside others; None: on one of its own.
 
     Attributes:
         busy_s: Time in steps.
@@ -83,6 +85,7 @@ class SimulatedWorker:
         bytes_s: float,
         shares_prefixes: bool,
         timetable: Timetable,
+        machine: Machine | None = None,
     ) -> None:
         self.info = info
         self.engine = engine
@@ -97,6 +100,7 @@ class SimulatedWorker:
         self._cost = cost
         self._shares = shares_prefixes
         self._timetable = timetable
+        self._machine = machine
         self._clients: dict[int, Client] = {}  # by number of the sequence
         self._commands: list[Command] = []
         self._is_turn_due = False
@@ -131,7 +135,7 @@ class SimulatedWorker:
         if run is None or self.is_lost or not self._has_room_beside(run, num_tokens):
             self.post(command)
             return
-        now_s = self._timetable.now_s()
+        now_s = self._timetable.time_s
         ended = run.steps_until(now_s)
         if ended + 1 >= run.num_steps:
             self.post(command)
@@ -165,8 +169,8 @@ class SimulatedWorker:
     def decodes(self, client: Client) -> None:
         """Count the tokens of ``client`` from the next step on: its sequence is one of those that decode."""
         if not self._in_streak:
-            self._ended_s = self._timetable.now_s()
-        client.times.join(self._timetable.now_s(), self._first_gap + len(self._gaps))
+            self._ended_s = self._timetable.time_s
+        client.times.join(self._timetable.time_s, self._first_gap + len(self._gaps))
         self._in_streak[client] = None
 
     def load(self) -> WorkerLoad:
@@ -176,7 +180,7 @@ class SimulatedWorker:
         if self._step is not None:
             return self._say(*self._before)
         if run is not None:
-            ended = run.steps_until(self._timetable.now_s())
+            ended = run.steps_until(self._timetable.time_s)
             if self._shares or ended == run.num_steps:
                 self._settle()
             elif ended > run.num_booked:
@@ -213,11 +217,11 @@ class SimulatedWorker:
         self._is_turn_due = False
         if self.is_lost or self._step is not None or self._run is not None:
             return
-        now_s = self._timetable.now_s()
+        now_s = self._timetable.time_s
         if not self.engine.has_work and now_s < self.engine.next_deadline_s:
             self._wait_for_deadline()
             return
-        num_steps = self.engine.steady_steps()
+        num_steps = 0 if self._machine is not None else self.engine.steady_steps()
         if num_steps and now_s < self.engine.next_deadline_s:
             self._begin_run(num_steps, now_s)
             return
@@ -228,21 +232,29 @@ class SimulatedWorker:
             self._tell_failures(result)
             self._wait_for_deadline()
             return
-        end_s = now_s + self._runner.step_s
         self._step = result
-        self.busy_s += self._runner.step_s
+        if self._machine is not None:
+            end_s = self._machine.begin(self._runner.step_s, lambda: self._end_shared_step(now_s))
+        else:
+            _check_time(self._runner.step_s, self.info)
+        end_s = now_s + self._runner.step_s
+            self.busy_s += self._runner.step_s
+            self._timetable.at(end_s, self._end_step)
         for prompt in self._runner.prompts:
             client = self._clients.get(_number(prompt))
             if client is not None:
                 client.computes(prompt, start_s=now_s, end_s=end_s)
-        self._timetable.at(end_s, self._end_step)
+
+    def _end_shared_step(self, began_s: float) -> None:
+        self.busy_s += self._timetable.time_s - began_s
+        self._end_step()
 
     def _end_step(self) -> None:
         result, self._step = self._step, None
         if result is None:  # lost meanwhile
             return
         prompts = self._runner.prompts
-        now_s = self._timetable.now_s()
+        now_s = self._timetable.time_s
         self._gaps.append(now_s - self._ended_s if self._in_streak else self._runner.step_s)
         self._ended_s = now_s
         self._note_misses(result)
@@ -264,7 +276,7 @@ class SimulatedWorker:
     def _give(self, sequence: SequenceState, client: Client, output: TokenOutput) -> None:
         if client in self._in_streak:
             return
-        client.times.add(self._timetable.now_s())
+        client.times.add(self._timetable.time_s)
         if not sequence.has_destination:
             self.decodes(client)
         client.gave(output)
@@ -274,7 +286,7 @@ class SimulatedWorker:
         is_joined = client.times.is_joined
         self.forget(sequence)
         if not is_joined:
-            client.times.add(self._timetable.now_s())
+            client.times.add(self._timetable.time_s)
             if output is not None:
                 client.gave(output)
         client.ended()
@@ -298,7 +310,7 @@ class SimulatedWorker:
     def _wait_for_deadline(self) -> None:
         """An engine that has nothing to run still looks at deadlines."""
         deadline_s = self.engine.next_deadline_s
-        if self.engine.num_sequences and self._timetable.now_s() < deadline_s < self._looks_s:
+        if self.engine.num_sequences and self._timetable.time_s < deadline_s < self._looks_s:
             self._looks_s = deadline_s
             self._timetable.at(deadline_s, self._look)
 
@@ -335,9 +347,11 @@ class SimulatedWorker:
         room = line.up_to_tokens - context_tokens
         if room < num_steps * len(decoding):
             num_steps = max(1, int(room // len(decoding)))
+        first_s = line.base_s + line.per_token_s * context_tokens
+        _check_time(first_s, self.info)
         run = _Run(
             now_s,
-            line.base_s + line.per_token_s * context_tokens,
+            first_s,
             line.per_token_s * len(decoding),
             num_steps,
             len(decoding),
@@ -351,7 +365,7 @@ class SimulatedWorker:
         """Book the steps of the run that have ended by now."""
         run = self._run
         assert run is not None, "nothing runs"
-        done = run.steps_until(self._timetable.now_s())
+        done = run.steps_until(self._timetable.time_s)
         num_new = done - run.num_booked
         if num_new <= 0:
             return
@@ -375,7 +389,7 @@ class SimulatedWorker:
         run = self._run
         if run is None or run.num_booked + 1 >= run.num_steps:
             return
-        if run.num_booked and run.at_s(run.num_booked) == self._timetable.now_s():
+        if run.num_booked and run.at_s(run.num_booked) == self._timetable.time_s:
             self._run = None  # just between two steps
             self._obey()
             return
@@ -383,7 +397,7 @@ class SimulatedWorker:
         self._timetable.at(run.end_s, lambda: self._end_run(run))
 
     def _end_run(self, run: _Run) -> None:
-        if self._run is run and self._timetable.now_s() >= run.end_s:
+        if self._run is run and self._timetable.time_s >= run.end_s:
             self._settle()
 
 
@@ -434,6 +448,16 @@ class _Run:
         """Return how long each step took, from the first that is not booked."""
         first_s, growth_s = self._first_s, self._growth_s
         return [first_s + growth_s * step for step in range(self.num_booked, done)]
+
+
+def _check_time(step_s: float, info: WorkerInfo) -> None:
+    """Refuse a profile by which time would stand still.
+
+    Raises:
+        ConfigError: A step takes none.
+    """
+    if step_s <= 0.0:
+        raise ConfigError("profile", f"of {info.worker_id} says that a step takes {step_s:g} s")
 
 
 def _number(prompt: Prompt) -> int:
