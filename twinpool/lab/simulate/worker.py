@@ -232,12 +232,12 @@ class SimulatedWorker:
             self._tell_failures(result)
             self._wait_for_deadline()
             return
+        _check_time(self._runner.step_s, self.info)
         self._step = result
         if self._machine is not None:
             end_s = self._machine.begin(self._runner.step_s, lambda: self._end_shared_step(now_s))
         else:
-            _check_time(self._runner.step_s, self.info)
-        end_s = now_s + self._runner.step_s
+            end_s = now_s + self._runner.step_s
             self.busy_s += self._runner.step_s
             self._timetable.at(end_s, self._end_step)
         for prompt in self._runner.prompts:
