@@ -8,6 +8,7 @@ import json
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from twinpool.checkpoints.resolve import resolve_model, served_name
@@ -83,7 +84,7 @@ def _title(made: MemoryPlan, plan: WorkerPlan) -> str:
     worker = plan.worker
     ranks = f"{worker.num_ranks} ranks, each" if worker.num_ranks > 1 else "1 rank"
     device = "GPU" if worker.is_gpu else "CPU"
-    return f"\n[bold]{worker.role}[/bold]: {made.model_name}, {worker.dtype}, {ranks} on a {device}"
+    return f"\n[bold]{worker.role}[/bold]: {escape(made.model_name)}, {worker.dtype}, {ranks} on a {device}"
 
 
 def _terms(plan: WorkerPlan) -> Table:

@@ -107,6 +107,16 @@ def test_the_estimate_is_within_two_percent_of_transformers(family: str) -> None
     assert term.kind == "estimate"
 
 
+def test_a_mixture_of_no_experts_is_none() -> None:
+    """Granite 4 writes num_local_experts: 0 where its feed-forward part is plain."""
+    plain = {**CONFIGS["Mixtral-8x7B-v0.1"], "num_local_experts": None}
+    none = {**plain, "num_local_experts": 0, "num_experts_per_tok": 0}
+
+    assert model_of(none).weights(dtype="bfloat16", num_ranks=1) == model_of(plain).weights(
+        dtype="bfloat16", num_ranks=1
+    )
+
+
 def test_quantised_weights_take_their_bits() -> None:
     """GPTQ, groups of 128: 4 bits and, for each group, a float16 scale and zero point."""
     quantised = {**CONFIGS["Mixtral-8x7B-v0.1"], "quantization_config": {"quant_method": "gptq", "bits": 4}}

@@ -126,7 +126,7 @@ def activation_bytes(sizes: StepSizes, load: StepLoad) -> int:
 def _inner_dim(fields: ModelFields) -> int:
     """Return the inner dim of a token's feed-forward part: of a mixture, that of all experts it goes to."""
     config = fields.config
-    if "num_experts_per_tok" in config and "moe_intermediate_size" in config:
+    if config.fields.get("num_experts_per_tok") and "moe_intermediate_size" in config:
         return config.integer("num_experts_per_tok") * config.integer("moe_intermediate_size")
     return fields.optional(INNER) or 4 * fields.model_dim
 

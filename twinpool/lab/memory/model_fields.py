@@ -148,7 +148,7 @@ class ModelFields:
         return next((name for name in names if name in self.config), None)
 
     def _one_kv_head(self) -> int | None:
-        """Return 1 where all query heads share one KV head; transformers says so in three ways."""
+        """Return 1 where all query heads share one KV head; families say so in their own ways."""
         if self.family == "falcon":  # the default is multi-query, unless the architecture is the new one
             is_new = self.config.flag("new_decoder_architecture", False)
             return 1 if not is_new and self.config.flag("multi_query", True) else None

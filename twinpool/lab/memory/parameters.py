@@ -95,11 +95,11 @@ def _feed_forward(fields: ModelFields, kind: LayerKind, layer: int) -> int:
     if fields.family in ("mamba", "mamba2", "falcon_mamba"):
         return 0
     matrices = 2 if fields.family in _UNGATED else 3
-    experts = fields.optional(_EXPERTS)
-    if experts is None or not _is_mixture(fields, layer):
+    named = next((name for name in _EXPERTS if config.fields.get(name)), None)  # 0 is none
+    if named is None or not _is_mixture(fields, layer):
         inner = fields.optional(INNER)
         return matrices * model * (4 * model if inner is None else inner)
-    inner = fields.integer(_EXPERT_INNER)
+    experts, inner = config.integer(named), fields.integer(_EXPERT_INNER)
     shared = config.integer("n_shared_experts") if config.fields.get("n_shared_experts") else 0
     if fields.family == "llama4_text":
         shared = 1

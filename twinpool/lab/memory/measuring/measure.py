@@ -39,12 +39,12 @@ async def measure_plan(made: MemoryPlan, folder: Path, *, device: str = "cpu") -
     found: dict[Role, Measurement] = {}
     for group in _groups(made.workers):
         async with _running(group, folder, device) as children:
-            await _send(made, group, children)
+            await _send(made, group, children, salt="resident")
             for role, child in children.items():
                 found[role] = await child.measure()
             for child in children.values():
                 await child.trace()
-            await _send(made, group, children)
+            await _send(made, group, children, salt="traced")
             for role, child in children.items():
                 traced = await child.measure()
                 found[role] = replace(found[role], activation_bytes=traced.activation_bytes)
@@ -101,7 +101,7 @@ async def _running(
 
 
 async def _send(
-    made: MemoryPlan, plans: Sequence[WorkerPlan], children: Mapping[Role, MeasuredChild]
+    made: MemoryPlan, plans: Sequence[WorkerPlan], children: Mapping[Role, MeasuredChild], *, salt: str
 ) -> None:
     tokens = min((plan.num_blocks or 0) * plan.worker.engine.block_tokens for plan in plans)
     sizes = Sizes(
@@ -109,6 +109,7 @@ async def _send(
         max_model_tokens=made.model.fields.max_tokens or tokens,
         vocab_size=made.model.fields.vocab_size,
         engine=plans[0].worker.engine,
+        salt=salt,
     )
     if Role.COLOCATED in children:
         await send_colocated(sizes, children[Role.COLOCATED].decode)
