@@ -100,7 +100,8 @@ def _progress(wanted: Asked) -> Iterator[Callable[[LoadGenerator, Summary], None
             loop.add_signal_handler(number, generator.stop)
 
         def refresh() -> None:
-            live.update(Text(_line(generator, summary, wanted.workload.shape.count)), refresh=True)
+            line = _line(generator, summary, wanted.workload.shape.count)
+            live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
             loop.call_later(_REFRESH_S, refresh)
 
         if console.is_terminal:
@@ -116,9 +117,7 @@ def _progress(wanted: Asked) -> Iterator[Callable[[LoadGenerator, Summary], None
 def _line(generator: LoadGenerator, summary: Summary, count: int | None) -> str:
     sent = f"{generator.num_sent:,}" + (f" of {count:,}" if count is not None else "")
     p50_s, p99_s = summary.ttft_s.percentiles((50, 99))
-    ttft = (
-        "" if p50_s is None or p99_s is None else f"  TTFT p50 {p50_s * 1e3:,.0f} p99 {p99_s * 1e3:,.0f} ms"
-    )
+    ttft = "" if p50_s is None or p99_s is None else f"  p50/p99 {p50_s * 1e3:,.0f}/{p99_s * 1e3:,.0f} ms"
     return (
         f"{generator.elapsed_s:6.0f} s  sent {sent}  in flight {generator.num_in_flight:,}"
         f"  answered {summary.num_answered:,}  errors {summary.errors.total():,}{ttft}"

@@ -26,6 +26,7 @@ class Times:
     gap_s: float = 0.0
     freeze_after: int = 0  # generating requests; 0: never
     freeze_s: float = 0.0  # for so long the whole process does nothing
+    tokenizes: bool = True  # it has a route that says its tokens
     certificates: str = ""  # a folder as `twinpool certs` makes it; with one, the server talks TLS
 
 
@@ -56,7 +57,7 @@ class Server:
     def told(self, path: str) -> object:
         if path == "/v1/models":
             return {"object": "list", "data": [{"id": "toy"}]}
-        if path == "/tokenize":
+        if path == "/tokenize" and self.times.tokenizes:
             return {"tokens": [11, 12, 13, 11], "count": 4}
         if path == "/log":
             counts = {"connections": self.num_connections, "left": self.num_left}

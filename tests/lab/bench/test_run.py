@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoints_toy import make_checkpoint
 from tests.lab.bench.server import Times, serving
 from twinpool.cluster.private_ca import Wanted, make_files
 from twinpool.core.errors import ConfigError, Unavailable
@@ -22,10 +23,12 @@ from twinpool.lab.bench.config import BenchConfig
 from twinpool.lab.bench.generator import LoadGenerator
 from twinpool.lab.bench.result import BenchResult
 from twinpool.lab.bench.run import run_bench
+from twinpool.lab.bench.vocabulary import TEXT, WORDS
 from twinpool.lab.metrics.limits import Limits
 from twinpool.lab.metrics.summary import Summary
 from twinpool.lab.record import Record
 from twinpool.lab.workload.workload import open_workload
+from twinpool.text.tokenizer import Tokenizer
 
 
 def test_what_a_server_did_at_known_times_is_measured_within_a_millisecond() -> None:
@@ -78,6 +81,29 @@ def test_counts_are_those_of_the_server_and_prompts_are_made_of_its_tokens() -> 
     assert result.prompts_of == "server"
     assert {token for body in log["bodies"] for token in body["prompt"]} == {11, 12, 13}
     assert result.summary.output_tokens == sum(output for _, output in asked.values())
+
+
+def test_a_server_that_does_not_say_its_tokens_is_sent_words() -> None:
+    with serving(Times(tokenizes=False)) as url:
+        result, _ = _run(url, "synthetic:prompt=7,output=1,arrival=at_once,count=5", warmup=0)
+        prompts = [body["prompt"] for body in _log(url)["bodies"]]
+
+    assert result.prompts_of == "words"
+    assert [len(prompt.split(" ")) for prompt in prompts] == [7] * 5
+    assert {word for prompt in prompts for word in prompt.split(" ")} <= set(WORDS)
+
+
+def test_a_tokenizer_that_is_named_makes_the_prompts(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama")
+    with serving() as url:
+        spec = "synthetic:prompt=40,output=1,arrival=at_once,count=5"
+        result, _ = _run(url, spec, warmup=0, tokenizer=str(folder))
+        prompts = [body["prompt"] for body in _log(url)["bodies"]]
+
+    known = set(Tokenizer.load(folder).encode(TEXT, add_special_tokens=False))
+    assert result.prompts_of == "tokenizer"
+    assert [len(prompt) for prompt in prompts] == [40] * 5
+    assert {token_id for prompt in prompts for token_id in prompt} <= known
 
 
 @pytest.mark.parametrize(
