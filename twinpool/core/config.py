@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 import typing
@@ -70,7 +71,7 @@ def bind(kind: type[T], value: object, path: str = "") -> T:
     if not isinstance(value, Mapping):
         raise ConfigError(path or "config", f"is a {_yaml_name(value)}, not a mapping")
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     for key in value:
         if key not in fields:
             raise ConfigError(_join(path, str(key)), _unknown(str(key), sorted(fields)))
@@ -134,6 +135,12 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             if isinstance(key, Hashable):
                 seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+@functools.cache
+def _hints(kind: type[Any]) -> Mapping[str, Any]:
+    """Resolve a class's annotations once: a file of many records binds one class over and over."""
+    return types.MappingProxyType(typing.get_type_hints(kind))
 
 
 def _bind_value(hint: Any, value: object, path: str) -> Any:
