@@ -97,6 +97,8 @@ def test_a_running_server_is_studied_and_keeps_its_roles_and_ctrl_c_keeps_what_w
 ) -> None:
     with serving(model, "--prefill", "1", "--decode", "1") as running:
         url = ("--url", running.client.url)
+        pids = {worker["pid"] for worker in running.client.get("/admin/workers")}
+        assert {psutil.Process(pid).nice() for pid in pids} == {psutil.Process(running.process.pid).nice()}
         with comparing(tmp_path, *url) as process:
             until_measured(tmp_path, 1, process)
             os.kill(process.pid, signal.SIGINT)

@@ -30,12 +30,14 @@ def server(model: Path) -> Iterator[Server]:
         assert terminate(running) == 0
 
 
-def run(name: str, *args: str, url: str = "", key: str = "secret") -> subprocess.CompletedProcess[str]:
+def run(
+    name: str, *args: str, url: str = "", key: str = "secret", timeout_s: float = 60.0
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(EXAMPLES / name), *args],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=timeout_s,
         check=False,
         env=os.environ | {"TWINPOOL_URL": url, "TWINPOOL_API_KEY": key, "OMP_NUM_THREADS": "1"},
     )
@@ -103,3 +105,17 @@ def test_simulate_ratio_finds_the_layout_that_answers_most_in_time() -> None:
     shares = dict(re.findall(r"^(\w+) +([\d.]+)%", done.stdout, re.MULTILINE))
     assert set(shares) == {"4C", "1P3D", "2P2D", "3P1D"}
     assert max(shares, key=lambda layout: float(shares[layout])) == "2P2D"
+
+
+def test_ratio_study_compares_and_gives_the_workers_their_roles_back(server: Server, tmp_path: Path) -> None:
+    done = run("ratio_study.py", str(tmp_path), "0.5", "16", url=server.client.url, timeout_s=240.0)
+
+    assert done.returncode == 0, done.stderr
+    cells = {path.name for path in (tmp_path / "cells").iterdir()}
+    assert cells == {f"{arm}_at_16_r{repeat}.json" for arm in ("1-1", "colocated") for repeat in range(3)}
+    assert "colocated" in done.stdout and "at 16 req/s" in done.stdout.replace("At", "at")
+    workers = ApiClient(server.client.url, api_key="secret").get("/admin/workers")
+    assert {worker["id"]: worker["role"] for worker in workers} == {
+        "prefill-0": "prefill",
+        "decode-0": "decode",
+    }

@@ -33,6 +33,7 @@ _ENVIRONMENT = {
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's only way to stay on loopback on Linux
     "RAY_gcs_server_port_wait_time_s": "120",
+    "RAY_worker_niceness": "0",  # by default anything else on the machine goes before the model
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
 }
 _SYSTEM_CONFIG = {

@@ -17,12 +17,16 @@ _HOMES = MappingProxyType(
         "Pool": "twinpool.lab.simulate.config",
         "Profile": "twinpool.lab.profile.profile",
         "Record": "twinpool.lab.record",
+        "SearchConfig": "twinpool.lab.study.settings",
         "SimulationConfig": "twinpool.lab.simulate.config",
         "SimulationResult": "twinpool.lab.simulate.result",
+        "StudyFolder": "twinpool.lab.study.folder",
+        "StudySettings": "twinpool.lab.study.settings",
         "Summary": "twinpool.lab.metrics.summary",
         "WorkItem": "twinpool.lab.workload.item",
         "WorkerShape": "twinpool.lab.memory.worker_plan",
         "Workload": "twinpool.lab.workload.workload",
+        "conclude": "twinpool.lab.study.findings.all",
         "load_profile": "twinpool.lab.profile.profile",
         "measure_plan": "twinpool.lab.memory.measuring.measure",
         "open_workload": "twinpool.lab.workload.workload",
@@ -33,6 +37,8 @@ _HOMES = MappingProxyType(
         "run_bench": "twinpool.lab.bench.run",
         "run_bench_async": "twinpool.lab.bench.run",
         "run_simulation": "twinpool.lab.simulate.simulation",
+        "run_study": "twinpool.lab.study.run",
+        "write_report": "twinpool.lab.study.report",
     }
 )
 
