@@ -71,7 +71,7 @@ def bind(kind: type[T], value: object, path: str = "") -> T:
     if not isinstance(value, Mapping):
         raise ConfigError(path or "config", f"is a {_yaml_name(value)}, not a mapping")
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    hints = _hints(kind)
+    hints = _hints(typing.cast("Hashable", kind))
     for key in value:
         if key not in fields:
             raise ConfigError(_join(path, str(key)), _unknown(str(key), sorted(fields)))
@@ -138,7 +138,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 @functools.cache
-def _hints(kind: type[Any]) -> Mapping[str, Any]:
+def _hints(kind: Any) -> Mapping[str, Any]:
     """Resolve a class's annotations once: a file of many records binds one class over and over."""
     return types.MappingProxyType(typing.get_type_hints(kind))
 
