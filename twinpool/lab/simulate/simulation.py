@@ -231,6 +231,7 @@ class Simulation:
             cost=cost,
             bytes_s=self.way.link.bytes_s,
             shares_prefixes=engine_config.prefix_cache,
+            reserves_at_once=self._config.emulate is Emulate.SPLITWISE_SIM,
             timetable=self.timetable,
             machine=self._machine(pool.profile),
         )

@@ -67,6 +67,7 @@ class SimulatedWorker:
         cost: The same times, of steady steps.
         bytes_s: Of its network, each way.
         shares_prefixes: Whether the engine looks for them.
+        reserves_at_once: A reservation does not wait for the step that runs; no live worker is like that.
         timetable: Of the simulation.
         machine: On which it computes beside others; None: on one of its own.
 
@@ -84,6 +85,7 @@ class SimulatedWorker:
         cost: CostModel,
         bytes_s: float,
         shares_prefixes: bool,
+        reserves_at_once: bool = False,
         timetable: Timetable,
         machine: Machine | None = None,
     ) -> None:
@@ -99,6 +101,7 @@ class SimulatedWorker:
         self._runner = runner
         self._cost = cost
         self._shares = shares_prefixes
+        self._reserves_at_once = reserves_at_once
         self._timetable = timetable
         self._machine = machine
         self._clients: dict[int, Client] = {}  # by number of the sequence
@@ -132,6 +135,9 @@ class SimulatedWorker:
         Steady steps go on beside it, if there is room for both: what they take, and when, stays the same.
         """
         run = self._run
+        if self._reserves_at_once and not self.is_lost:
+            command()
+            return
         if run is None or self.is_lost or not self._has_room_beside(run, num_tokens):
             self.post(command)
             return
