@@ -1,7 +1,7 @@
 """splitwise-sim's runs over a drawn trace, found again by the live engine with the tool's own policies.
 
 The trace, ``rr_conv_5``, is what splitwise-sim's generate_trace.py draws with numpy's seed 0, 20,000 requests
-at most and 120 s: arrivals, then prompts and answers out of the Azure conversation trace.  So it is drawn anew.
+at most and 120 s: arrivals, then prompts and answers out of the Azure conversation trace.  It is drawn anew.
 
 Llama-2-70B keeps 8 KV heads; splitwise-sim counts all 64, so the replay has a profile of its own.
 """
@@ -30,6 +30,7 @@ from twinpool.lab.profile.profile import load_profile
 from twinpool.lab.record import Record
 from twinpool.lab.simulate.config import Emulate, Overlap, Pool, SimulationConfig, Transfer
 from twinpool.lab.simulate.simulation import Simulation
+from twinpool.lab.simulate.slowdown import PERCENTS, SPLITWISE_LIMITS, Slowdowns
 from twinpool.lab.simulate.worker import SimulatedWorker
 from twinpool.lab.workload.item import WorkItem
 
@@ -151,8 +152,17 @@ def replay(
     e2e_s = np.array([record.e2e_s for record in found], float)
     per_token_s = (e2e_s - ttft_s) / np.array([record.output_tokens for record in found])
     shares = ("0.5", "0.9", "0.99")
+    slowdowns = Slowdowns(load_profile("a100-llama-2-70b-tp8").cost_model())
+    for record in found:
+        slowdowns.add(record)
     return {
         "n": len(found),
+        "meets_all_nine_slo": slowdowns.meet(),
+        "slowdown": {
+            f"{name}_p{percent}": value
+            for name, values in slowdowns.percentiles().items()
+            for percent, value in zip(PERCENTS, values, strict=True)
+        },
         "ttft_s": {share: float(np.quantile(ttft_s, float(share))) for share in shares},
         "tbt_s": {share: float(np.quantile(per_token_s, float(share))) for share in shares},
         "e2e_mean_s": float(e2e_s.mean()),
@@ -160,22 +170,30 @@ def replay(
     }
 
 
-def check(found: dict[str, Any], wanted: dict[str, Any], **tolerance: float) -> None:
+def check(found: dict[str, Any], wanted: dict[str, Any], *, rel: float) -> None:
     assert found["n"] == wanted["n"] == 595
+    assert found["meets_all_nine_slo"] is wanted["meets_all_nine_slo"]
     for name in ("ttft_s", "tbt_s", "e2e_mean_s", "ttft_mean_s"):
-        assert found[name] == pytest.approx(wanted[name], **tolerance), name
+        assert found[name] == pytest.approx(wanted[name], rel=rel, abs=1e-6), name
+    assert found["slowdown"] == pytest.approx(wanted["slowdown"], rel=rel, abs=1e-4)
+
+
+def test_the_limits_of_splitwise() -> None:
+    wanted = KNOWN["splitwise-slo"]["expected"]
+    assert {name: list(limits) for name, limits in SPLITWISE_LIMITS.items()} == wanted["slowdown_limits"]
+    assert list(PERCENTS) == wanted["percentiles"]
 
 
 def test_two_pools_with_the_shortest_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """2 prompt and 2 token machines, kv_jsq: equal to the printed digits."""
     vector = KNOWN["splitwise-run-splitwise_2_2-rr_conv_5-0_4-kv_jsq"]
     pools = [(Role.PREFILL, 2), (Role.DECODE, 2)]
-    check(replay(tmp_path, pools, ShortestQueue(), monkeypatch), vector["expected"], rel=0, abs=1e-6)
+    check(replay(tmp_path, pools, ShortestQueue(), monkeypatch), vector["expected"], rel=0)
 
 
 @pytest.mark.parametrize("machines", [1, 4])
 def test_machines_that_do_both(machines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The baseline, token_jsq: equal to the printed digits too, where 5 % are allowed."""
+    """The baseline, token_jsq: within a ten-thousandth, where 5 % are allowed."""
     vector = KNOWN[f"splitwise-run-baseline-rr_conv_5-0_{machines}-token_jsq"]
     pools = [(Role.COLOCATED, machines)]
-    check(replay(tmp_path, pools, FewestTokens(), monkeypatch), vector["expected"], rel=0, abs=1e-6)
+    check(replay(tmp_path, pools, FewestTokens(), monkeypatch), vector["expected"], rel=1e-4)
