@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Protocol
@@ -12,8 +11,8 @@ from kv_transfer.addresses import listening, split, tune
 from kv_transfer.arrivals import Arrivals, Known
 from kv_transfer.config import TransferConfig
 from kv_transfer.pair.control import Control
-from kv_transfer.this_host import host_id, is_own_user
-from twinpool.core.errors import ConfigError, TransferError, Untrusted
+from kv_transfer.this_host import bound, host_id, is_own_user
+from twinpool.core.errors import TransferError, Untrusted
 from twinpool.core.tls import Party, TLSFiles, check_peer, names_in
 
 _BACKLOG = 128
@@ -130,7 +129,7 @@ class LocalDoor:
     there is no way.
 
     Args:
-        config: An address of an earlier life says where to listen; anything else says nothing here.
+        config: ``listen`` counts only if it is an address of this machine.
         identity: Of who listens.
         is_reached: Tells of another one's identity whether there is a way to it.
 
@@ -140,16 +139,8 @@ class LocalDoor:
 
     def __init__(self, config: TransferConfig, identity: str, is_reached: Callable[[str], bool]) -> None:
         self._host = host_id(*_NAMESPACES)
-        host, name, _ = _parts(config.listen)
-        if host != self._host:  # only an address of an earlier life says where to listen
-            name = f"twinpool-{secrets.token_hex(16)}"
         self._is_reached = is_reached
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._socket.bind(f"\0{name}")
-        except OSError as error:
-            self._socket.close()
-            raise ConfigError("transfer.listen", f"{config.listen} cannot be bound: {error}") from error
+        self._socket, name = bound(config.listen, self._host)
         self.address = f"{self._host}/{name}/{identity}"
         self._server: asyncio.Server | None = None
 

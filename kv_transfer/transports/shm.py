@@ -22,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import socket
 import sys
 from contextlib import ExitStack
@@ -34,10 +33,9 @@ from kv_transfer.hub import Hub
 from kv_transfer.shm_line.receiving import ReceivingLine
 from kv_transfer.shm_line.segment import MAX_SLOTS, share_segment, shared_segment
 from kv_transfer.shm_line.sending import LineLost, SendingLine, ShmChannel
-from kv_transfer.tcp_line.readiness import readable
-from kv_transfer.this_host import host_id, is_own_user
+from kv_transfer.this_host import bound, host_id, is_own_user, unix_socket
 from kv_transfer.transport import FrameSink
-from twinpool.core.errors import ConfigError, TransferError, TransferTimeout
+from twinpool.core.errors import TransferError, TransferTimeout
 from twinpool.core.seldom import SeldomLog
 from twinpool.core.ticket import Endpoint
 from twinpool.core.tls import TLSFiles
@@ -56,16 +54,8 @@ class ShmTransport:
     def __init__(self, config: TransferConfig) -> None:
         self._config = config
         self._host = host_id("net")
-        host, _, name = config.listen.partition("/")
-        if host != self._host:  # only an address of an earlier life says where to listen
-            name = f"twinpool-{secrets.token_hex(16)}"
+        self._listener, name = bound(config.listen, self._host)
         self._endpoint = Endpoint("shm", f"{self._host}/{name}")
-        self._listener = _unix_socket()
-        try:
-            self._listener.bind(_socket_name(self._endpoint.address))
-        except OSError as error:
-            self._listener.close()
-            raise ConfigError("transfer.listen", f"{config.listen} cannot be bound: {error}") from error
         self._news = SeldomLog(_log, logging.WARNING)
         self._accepting: asyncio.Task[None] | None = None
         self._receiving: set[ReceivingLine] = set()
@@ -122,13 +112,13 @@ class ShmTransport:
     async def _connect(self, address: str) -> SendingLine:
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
-            end = stack.enter_context(_unix_socket())
+            end = stack.enter_context(unix_socket())
             try:
                 async with asyncio.timeout(self._config.connect_timeout_s):
                     await _connect(end, _socket_name(address))
                     if not is_own_user(end):
                         raise TransferError(f"{address} belongs to another user")
-                    await readable(end)
+                    await _readable(end)
                     segment = shared_segment(end)
             except TimeoutError:
                 raise TransferTimeout(f"{address} does not answer") from None
@@ -188,12 +178,6 @@ def _has_line(connecting: asyncio.Task[SendingLine]) -> bool:
     return connecting.done() and not connecting.cancelled() and connecting.exception() is None
 
 
-def _unix_socket() -> socket.socket:
-    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    end.setblocking(False)
-    return end
-
-
 def _socket_name(address: str) -> str:
     return f"\0{address.partition('/')[2]}"
 
@@ -207,6 +191,17 @@ async def _connect(end: socket.socket, name: str) -> None:
             await asyncio.sleep(_RETRY_S)
         else:
             return
+
+
+async def _readable(end: socket.socket) -> None:
+    """Return when a read would not wait."""
+    loop = asyncio.get_running_loop()
+    is_ready = asyncio.Event()
+    loop.add_reader(end, is_ready.set)
+    try:
+        await is_ready.wait()
+    finally:
+        loop.remove_reader(end)
 
 
 def unavailable() -> str:

@@ -7,7 +7,8 @@ import socket
 
 import pytest
 
-from kv_transfer.this_host import host_id, is_own_user
+from kv_transfer.this_host import bound, host_id, is_own_user
+from twinpool.core.errors import ConfigError
 
 
 def test_root_is_no_peer_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +27,19 @@ def test_a_host_is_named_by_its_boot_and_by_what_must_be_shared() -> None:
 
     assert (len(boot), net) == (32, spaces["net"])
     assert host_id("net", "pid") == f"{boot}.{spaces['net']}.{spaces['pid']}"
+
+
+def test_a_name_is_kept_over_lives_on_this_host_and_taken_once() -> None:
+    first, name = bound("", "here")
+    with first:
+        with pytest.raises(ConfigError, match="cannot be bound"):
+            bound(f"here/{name}", "here")
+        elsewhere, other = bound(f"there/{name}", "here")
+        with elsewhere:
+            assert other != name
+
+    for address in (f"here/{name}", f"here/{name}/gpu-0"):
+        again, same = bound(address, "here")
+        with again:
+            assert same == name
+            assert again.getsockname() == b"\0" + name.encode()
