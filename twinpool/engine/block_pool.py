@@ -96,8 +96,12 @@ class BlockPool:
     def take_each(self, owners: Sequence[int]) -> list[int]:
         """Give each of ``owners``, in turn, one more block, an empty one; there must be so many."""
         blocks = self._empty(len(owners))
+        private = self._private
         for owner, block in zip(owners, blocks, strict=True):
-            self._private.setdefault(owner, {})[block] = None
+            if owner in private:
+                private[owner][block] = None
+            else:
+                private[owner] = {block: None}
         return blocks
 
     def publish(self, owner: int, block: int, name: BlockName, *, after: int | None) -> bool:

@@ -232,7 +232,16 @@ class Journey:
         """Return the request as an engine gets it now."""
         request = self._request
         left_s = self._deadline_s - self._deployment.timetable.time_s
-        return request if left_s == request.timeout_s else replace(request, timeout_s=left_s)
+        if left_s == request.timeout_s:
+            return request
+        return Request(  # what ``replace`` does, in half the time
+            request_id=request.request_id,
+            prompt_ids=request.prompt_ids,
+            sampling=request.sampling,
+            timeout_s=left_s,
+            output_ids=request.output_ids,
+            cache_salt=request.cache_salt,
+        )
 
     def _submit_here(self) -> None:
         assert self._decode is not None, "nobody decodes"
