@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from twinpool.engine.sequence import SequenceStatus
 from twinpool.lab.profile.profile import load_profile
 from twinpool.lab.record import Record
 from twinpool.lab.simulate.config import Emulate, Overlap, Pool, SimulationConfig, Transfer
+from twinpool.lab.simulate.journey import Journey
 from twinpool.lab.simulate.simulation import Simulation
 from twinpool.lab.simulate.slowdown import PERCENTS, SPLITWISE_LIMITS, Slowdowns
 from twinpool.lab.simulate.worker import SimulatedWorker
@@ -99,6 +100,73 @@ class FewestTokens:
         return total + sum(given.values()) + len(given)
 
 
+@dataclass
+class Given:
+    """Where a request was sent."""
+
+    prompt: str
+    token: str
+    prompt_tokens: int
+    output_tokens: int
+
+
+class MixedPool:
+    """``mixed_pool``: prompts go to a decode worker too while those of prompts have a long queue."""
+
+    def __init__(self) -> None:
+        self.workers: Mapping[str, SimulatedWorker] = {}
+        self.journeys: Mapping[Journey, None] = {}
+        self.ended: set[str] = set()
+        self._given: dict[str, Given] = {}
+        self._mixed: set[str] = set()
+
+    def choose(self, request: Request, snapshot: Snapshot) -> Placement | None:
+        for request_id in self._given.keys() & self.ended:
+            del self._given[request_id]
+        prompts = {
+            request_id: given for request_id, given in self._given.items() if self._is_prompt(request_id)
+        }
+        self._mixed &= {worker for given in self._given.values() for worker in (given.prompt, given.token)}
+
+        def tokens(worker: str) -> int:
+            waiting = sum(given.prompt_tokens for given in prompts.values() if given.prompt == worker)
+            return waiting + sum(given.token == worker for given in self._given.values())
+
+        def memory(worker: str) -> int:
+            waiting = sum(given.prompt_tokens for given in prompts.values() if given.prompt == worker)
+            return waiting + sum(
+                given.prompt_tokens + given.output_tokens
+                for given in self._given.values()
+                if given.token == worker
+            )
+
+        def is_long(worker: str) -> bool:
+            live = self.workers[worker]
+            running = len(live._runner.prompts) if live._step is not None else 0
+            num_prompts = sum(given.prompt == worker for given in prompts.values())
+            return num_prompts > running and tokens(worker) + request.num_tokens > 8192
+
+        prefill = [view.worker_id for view in snapshot.prefill]
+        decode = [view.worker_id for view in snapshot.decode if view.worker_id not in self._mixed]
+        token = min(decode or sorted(self._mixed), key=memory)
+        chosen = min(prefill, key=tokens)
+        if is_long(chosen) and self._mixed:
+            chosen = min(sorted(self._mixed), key=tokens)
+        if is_long(chosen) and decode:
+            chosen = min(decode, key=tokens)
+            self._mixed.add(chosen)
+        self._given[request.request_id] = Given(
+            chosen, token, request.num_tokens, request.sampling.max_tokens
+        )
+        return Placement(decode=token, prefill=None if chosen == token else chosen)
+
+    def _is_prompt(self, request_id: str) -> bool:
+        return any(
+            journey._item.index == int(request_id) and journey.times.first_s is None
+            for journey in self.journeys
+        )
+
+
 def drawn_trace() -> list[WorkItem]:
     rows = list(csv.reader(TRACE.open()))[1:]
     prompts = np.array([int(row[1]) for row in rows])
@@ -145,7 +213,7 @@ def replay(
         policy.ended.add(str(record.index))
 
     simulation = Simulation(drawn_trace(), config, on_record=ended)
-    policy.workers = simulation._lives
+    policy.workers, policy.journeys = simulation._lives, simulation._journeys
     simulation.run()
     assert not [record.error for record in found if record.error]
     ttft_s = np.array([record.ttft_s for record in found], float)
@@ -189,6 +257,13 @@ def test_two_pools_with_the_shortest_queue(tmp_path: Path, monkeypatch: pytest.M
     vector = KNOWN["splitwise-run-splitwise_2_2-rr_conv_5-0_4-kv_jsq"]
     pools = [(Role.PREFILL, 2), (Role.DECODE, 2)]
     check(replay(tmp_path, pools, ShortestQueue(), monkeypatch), vector["expected"], rel=0)
+
+
+def test_pools_that_mix_under_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 prompt and 2 token machines, mixed_pool: equal to the printed digits, where 5 % are allowed."""
+    vector = KNOWN["splitwise-run-splitwise_2_2-rr_conv_5-0_4-mixed_pool"]
+    pools = [(Role.PREFILL, 2), (Role.DECODE, 2)]
+    check(replay(tmp_path, pools, MixedPool(), monkeypatch), vector["expected"], rel=0)
 
 
 @pytest.mark.parametrize("machines", [1, 4])
