@@ -114,18 +114,17 @@ class MeasuredCost:
         return Curve((tokens, seconds - pair_s * tokens * tokens / 2) for tokens, seconds in self._singles)
 
     def _fit(self, rows: Sequence[Sequence[float]]) -> float:
-        """Return the time of a pair with which the measured steps are met best, by relative error."""
-        others = [row for row in rows if row[0] != 1 or row[2] != 0]
+        """Return the time of a pair with which the measured steps are met best, by relative error.
+
+        A predicted time is a constant and a multiple of it, so this is least squares in one unknown, within
+        what the single prompts allow.
+        """
         most = min(seconds / (tokens * tokens / 2) for tokens, seconds in self._singles)
-        if not others:
-            return 0.0
-
-        def misses(pair_s: float) -> float:
-            curve = self._token_curve(pair_s)
-            total = 0.0
-            for batch, tokens, cached, seconds in others:
-                pairs = batch * tokens * (cached + tokens / 2)
-                total += ((curve.at(batch * tokens) + pair_s * pairs) / seconds - 1.0) ** 2
-            return total
-
-        return min((most * step / 400 for step in range(401)), key=misses)
+        without, squares = self._token_curve(0.0), Curve((x, x * x / 2) for x, _ in self._singles)
+        above = below = 0.0
+        for batch, tokens, cached, seconds in rows:
+            together = batch * tokens
+            factor = (together * (cached + tokens / 2) - squares.at(together)) / seconds
+            above += factor * (1.0 - without.at(together) / seconds)
+            below += factor * factor
+        return min(max(above / below, 0.0), most) if below > 0.0 else 0.0

@@ -1,0 +1,78 @@
+"""Workers of one machine: each end of a step is where a hand finds it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from twinpool.core.config import to_yaml
+from twinpool.core.errors import ConfigError
+from twinpool.core.ports import Role
+from twinpool.lab.profile.polynomial import Polynomial
+from twinpool.lab.profile.profile import load_profile
+from twinpool.lab.record import Record
+from twinpool.lab.simulate.config import Pool, SimulationConfig
+from twinpool.lab.simulate.machine import Machine
+from twinpool.lab.simulate.simulation import run_simulation
+from twinpool.lab.simulate.timetable import Timetable
+from twinpool.lab.workload.item import WorkItem
+
+SLOWDOWN = (1.0, 1.25, 2.0)
+
+
+def test_a_step_takes_longer_as_long_as_another_one_runs() -> None:
+    timetable, ends = Timetable(), {}
+    machine = Machine((1.0, 2.0), timetable)
+
+    def begin(name: str, work_s: float) -> None:
+        machine.begin(work_s, lambda: ends.update({name: timetable.now_s()}))
+
+    timetable.at(0.0, lambda: begin("long", 3.0))
+    timetable.at(1.0, lambda: begin("short", 0.5))
+    while timetable.next():
+        pass
+
+    # Alone for 1 s; then both at half their pace until 0.5 s of work are done; then 1.5 s alone.
+    assert ends == {"short": pytest.approx(2.0), "long": pytest.approx(3.5)}
+
+
+def test_beyond_what_was_measured_the_cores_are_shared() -> None:
+    machine = Machine(SLOWDOWN, Timetable())
+
+    assert [machine.pace(busy) for busy in (1, 2, 3, 6)] == [1.0, 1.25, 2.0, 4.0]
+
+
+def records_of(tmp_path: Path, workers: int, items: list[WorkItem]) -> list[Record]:
+    """Simulate a worker that takes 1 s for a prompt and 0.1 s for a token, on a machine of ``SLOWDOWN``."""
+    times = Polynomial(prefill=(1.0, 0.0, 0.0), decode=(0.1, 0.0, 0.0))
+    profile = replace(
+        load_profile("a100-opt-13b"), polynomial=times, slowdown=SLOWDOWN, hop_s=0.005, measured=None
+    )
+    path = tmp_path / "profile.yaml"
+    path.write_text(to_yaml(profile))
+    records: list[Record] = []
+    pools = (Pool(role=Role.COLOCATED, workers=workers, profile=str(path)),)
+    run_simulation(items, SimulationConfig(pools=pools), on_record=records.append)
+    return sorted(records, key=lambda record: record.index)
+
+
+@pytest.mark.parametrize(("workers", "factor"), [(1, 1.0), (2, 1.25), (3, 2.0)])
+def test_workers_of_one_machine_slow_each_other_down(tmp_path: Path, workers: int, factor: float) -> None:
+    items = [
+        WorkItem(index=number, arrival_s=0.0, prompt_tokens=16, output_tokens=3) for number in range(workers)
+    ]
+
+    for record in records_of(tmp_path, workers, items):
+        assert record.first_token_s == pytest.approx(0.01 + 1.0 * factor)
+        assert record.gaps_s == pytest.approx([0.1 * factor] * 2)
+
+
+@pytest.mark.parametrize(
+    ("slowdown", "problem"),
+    [((1.1, 1.2), "is not 1 of one"), ((1.0,), "is not 1 of one"), ((1.0, 2.0, 1.5), "is less of more")],
+)
+def test_a_slowdown_that_cannot_be_is_refused(slowdown: tuple[float, ...], problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"slowdown: {problem}"):
+        replace(load_profile("a100-opt-13b"), slowdown=slowdown)
