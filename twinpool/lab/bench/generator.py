@@ -20,6 +20,7 @@ from twinpool.lab.record import Record
 from twinpool.lab.workload.item import WorkItem
 
 _LEAD_S = 0.05  # the workload begins so long after the start, so that its first request can be ready
+_INTERRUPTED = "interrupted"
 _CROWD = 16  # requests that are sent in a row, where they are due together, before answers are looked at
 
 
@@ -78,7 +79,7 @@ class LoadGenerator:
                 await self._wait()
         finally:
             for sent in list(self._deadlines):
-                self._give_up(sent, "interrupted")
+                self._give_up(sent, _INTERRUPTED)
             await asyncio.gather(*self._looks)
 
     async def _send_all(self, workload: Iterable[WorkItem]) -> None:
@@ -129,7 +130,7 @@ class LoadGenerator:
 
     def _ended(self, sent: SentRequest) -> None:
         self._deadlines.pop(sent).cancel()
-        if sent.error and not self.first_problem:
+        if sent.error not in ("", _INTERRUPTED) and not self.first_problem:
             self.first_problem = f"{sent.error} {sent.message}".strip()
         if self._config.timelines and not sent.error:
             look = self._loop.create_task(self._look(sent))
