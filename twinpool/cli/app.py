@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_sweep(commands)
     _add_compare(commands)
     _add_report(commands)
+    _add_calibrate(commands)
     _add_simulate(commands)
     _add_plan(commands)
     return parser
@@ -205,6 +206,14 @@ def _add_simulate(commands: Commands) -> None:
     command.set_defaults(run=_simulate)
 
 
+def _add_calibrate(commands: Commands) -> None:
+    command = commands.add_parser(
+        "calibrate", help="measure this machine, and write a profile of it to simulate", allow_abbrev=False
+    )
+    options.add_calibrate(command)
+    command.set_defaults(run=_calibrate)
+
+
 def _add_kv_bench(commands: Commands) -> None:
     command = commands.add_parser(
         "kv-bench",
@@ -334,6 +343,12 @@ def _bench(args: argparse.Namespace) -> int:
     from twinpool.cli import bench
 
     return bench.bench(args)
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from twinpool.cli import calibrate
+
+    return calibrate.calibrate(args)
 
 
 def _simulate(args: argparse.Namespace) -> int:

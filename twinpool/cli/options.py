@@ -195,6 +195,23 @@ def add_simulate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
+def add_calibrate(command: argparse.ArgumentParser) -> None:
+    """Add the options of `calibrate`."""
+    _add_file(command)
+    _add_engine(command)
+    what = command.add_argument_group("what is measured")
+    what.add_argument("--workers", type=int, default=None, metavar="N", help="at once, at most (1; 0: none)")
+    what.add_argument("--repeats", type=int, default=None, metavar="N", help="of each (default: 5)")
+    what.add_argument("--prompts", default=None, metavar="N,N", help="tokens of a prompt in one step")
+    what.add_argument("--cached", default=None, metavar="N,N", help="tokens before it that are there already")
+    what.add_argument("--prompt-batches", default=None, metavar="N,N", help="prompts in one step")
+    what.add_argument("--decode-batches", default=None, metavar="N,N", help="sequences that decode")
+    what.add_argument("--contexts", default=None, metavar="N,N", help="tokens that each of them attends to")
+    what.add_argument("--transports", default=None, metavar="A,B", help="of KV (default: all that work here)")
+    what.add_argument("--transfer-tokens", default=None, metavar="N,N", help="tokens of the KV that is moved")
+    command.add_argument("--out", default="profile.yaml", metavar="FILE", help="(default: %(default)s)")
+
+
 def add_study(command: argparse.ArgumentParser) -> None:
     """Add the options that `sweep` and `compare` share."""
     load = command.add_argument_group("load")

@@ -1,0 +1,66 @@
+"""From measured times to those of a profile; arithmetic, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+from twinpool.lab.calibrate.points import StepTiming
+from twinpool.lab.calibrate.serving import Served
+from twinpool.lab.profile.cost import Chunk, CostModel
+from twinpool.lab.profile.measured import Measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingCosts:
+    """What serving adds to the steps of an engine."""
+
+    step_s: float = 0.0  # to each of them: the turn of the worker's thread, and the streams of its tokens
+    hop_s: float = 0.0  # from client or router to worker, and back, each
+    slowdown: tuple[float, ...] = ()  # as in ``Profile``
+
+
+def fit_times(steps: Sequence[StepTiming], *, step_s: float = 0.0) -> Measured:
+    """Return the tables of a profile: the medians of all steps that are no checks.
+
+    Args:
+        steps: As measured.
+        step_s: Added to each.
+    """
+    used = [(timing.point, timing.median_s + step_s) for timing in steps if not timing.point.is_check]
+    return Measured(
+        prefill=tuple(
+            (point.prompts, point.tokens, point.cached, seconds) for point, seconds in used if point.prompts
+        ),
+        decode=tuple((point.decodes, point.context, seconds) for point, seconds in used if point.decodes),
+    )
+
+
+def fit_serving(served: Served, cost: CostModel) -> ServingCosts:
+    """Return what is left of a served request when the steps of its engine are taken away.
+
+    Prompts and decodes are slowed down differently, decodes more where memory is the limit; the profile has
+    one value for both, the geometric mean.
+
+    Args:
+        served: As measured.
+        cost: Of the engine, alone.
+    """
+    context = served.prompt_tokens + served.output_tokens // 2
+    step_s = max(0.0, served.gap_s[0] - cost.step_s([], 1, context))
+    both_ways_s = served.short_ttft_s - cost.step_s([Chunk(0, served.short_tokens)], 0, 0) - step_s
+    hop_s = max(0.0, both_ways_s / 2.0)
+    slowdown = [1.0]
+    for prefill, decode in slowdowns(served, hop_s=hop_s)[1:]:
+        slowdown.append(max(slowdown[-1], sqrt(prefill * decode)))
+    return ServingCosts(step_s=step_s, hop_s=hop_s, slowdown=tuple(slowdown) if len(slowdown) > 1 else ())
+
+
+def slowdowns(served: Served, *, hop_s: float) -> list[tuple[float, float]]:
+    """Return how many times as long a prompt and a decode take while so many workers compute, one first."""
+    alone_s = served.ttft_s[0] - 2.0 * hop_s
+    return [
+        ((ttft_s - 2.0 * hop_s) / alone_s, gap_s / served.gap_s[0])
+        for ttft_s, gap_s in zip(served.ttft_s, served.gap_s, strict=True)
+    ]
