@@ -137,6 +137,22 @@ def test_axes_have_units(folder: StudyFolder) -> None:
     assert " ms<" in text and " s<" in text
 
 
+def test_where_there_are_too_many_rates_those_that_all_arms_have_are_shown(tmp_path: Path) -> None:
+    rates = tuple(float(rate) for rate in range(1, 31))
+    asked, made = settings(rates=rates, repeats=1), StudyFolder(tmp_path)
+    made.begin(asked)
+    for rate in rates:
+        for arm in ("1:1", "colocated") if rate % 3 == 0 else ("1:1",):
+            add(made, Cell(arm=arm, rate=rate, repeat=0), bad=0)
+
+    results = read_results(made)
+
+    assert results.some_rates(4) == (3.0, 12.0, 21.0, 30.0)
+    assert results.some_rates(11)[:2] == (1.0, 3.0) and len(results.some_rates(11)) == 11
+    assert results.some_rates(99) == rates
+    assert write_report(made).exists()
+
+
 def test_equal_studies_make_equal_pages(folder: StudyFolder) -> None:
     assert write_report(folder).read_bytes() == write_report(folder).read_bytes()
 

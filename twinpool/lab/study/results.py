@@ -75,6 +75,18 @@ class Results:
     def rates(self) -> tuple[float, ...]:
         return tuple(sorted({measurement.cell.rate for measurement in self.valid}))
 
+    def some_rates(self, most: int) -> tuple[float, ...]:
+        """Return at most so many rates: those that most arms have in common, evenly spread among equals."""
+        ranked: dict[int, list[float]] = {}
+        for rate in self.rates:
+            num_arms = sum(bool(self.cells(arm, rate)) for arm in self.arms)
+            ranked.setdefault(num_arms, []).append(rate)
+        chosen: list[float] = []
+        for _, rates in sorted(ranked.items(), reverse=True):
+            room = min(most - len(chosen), len(rates))
+            chosen += [rates[round(number * (len(rates) - 1) / max(1, room - 1))] for number in range(room)]
+        return tuple(sorted(chosen))
+
     @property
     def valid(self) -> tuple[Measurement, ...]:
         return tuple(measurement for measurement in self.measurements if not measurement.problems)

@@ -11,6 +11,7 @@ from twinpool.lab.study.results import Results
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_MARGIN, _COLUMN = 60, 36  # pixels beside the fields, and that a field needs for its text
 ABOUT = "Share of requests within both limits, by arm and rate."
 
 
@@ -18,7 +19,7 @@ def draw(results: Results, width: int) -> Figure:
     """Return the figure; a field that was not measured is empty."""
     from matplotlib.patches import Rectangle
 
-    arms, rates = results.arms, results.rates
+    arms, rates = results.arms, results.some_rates((width - _MARGIN) // _COLUMN)
     figure, (axes,) = new_figure(width, 80 + 44 * len(arms))
     for row, arm in enumerate(arms):
         for column, rate in enumerate(rates):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 ABOUT_TTFT = "Time to the first token by rate and arm: median, middle half, and from 5 to 95 percent."
 ABOUT_TPOT = "Time per output token by rate and arm: median, middle half, and from 5 to 95 percent."
+_MARGIN, _COLUMN = 70, 34  # pixels beside the boxes, and that the boxes of a rate need
 _PERCENTS = (5, 25, 50, 75, 95)
 
 Value = Callable[[Record], float | None]
@@ -47,9 +48,9 @@ def _draw(
     from matplotlib.ticker import FuncFormatter
 
     figure, (axes,) = new_figure(width, 330)
-    arms = results.arms
+    arms, rates = results.arms, results.some_rates((width - _MARGIN) // _COLUMN)
     room = 0.8 / len(arms)
-    for place, rate in enumerate(results.rates):
+    for place, rate in enumerate(rates):
         for number, arm in enumerate(arms):
             values = _values(results, folder, arm, rate, of)
             if values:
@@ -60,8 +61,8 @@ def _draw(
         axes.axhline(limit, color=LIGHT["ink"], linewidth=1.2, linestyle="--")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _seconds(value)))
     axes.yaxis.set_minor_formatter(FuncFormatter(_some_minor(axes)))
-    axes.set_xticks(range(len(results.rates)), [f"{rate:g}" for rate in results.rates])
-    axes.set_xlim(-0.6, len(results.rates) - 0.4)
+    axes.set_xticks(range(len(rates)), [f"{rate:g}" for rate in rates])
+    axes.set_xlim(-0.6, len(rates) - 0.4)
     axes.grid(visible=False, axis="x")
     axes.set_xlabel("rate of requests (req/s)")
     axes.set_ylabel(name)
