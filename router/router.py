@@ -20,11 +20,12 @@ from router.journey import Journey, continue_after
 from router.log import RequestLog
 from router.metrics import RouterMetrics
 from router.own_ticket import check_ticket
-from router.policy import RoutingPolicy, load_policy
+from router.placing import Placing
+from router.policy import load_policy
 from router.roles import RoleChanger
 from router.tenure import Reassigned
 from router.tries import Tries, is_refusal
-from router.workers import WorkerHandle, WorkerPool, WorkerState
+from router.workers import WorkerPool, WorkerState
 from twinpool.core.clock import Clock
 from twinpool.core.errors import (
     DeadlineExceeded,
@@ -64,10 +65,10 @@ class Router:
             pool, num_queued=lambda: self.num_queued, num_in_flight=lambda: self.num_in_flight
         )
         self.roles = RoleChanger(pool, config=config, clock=clock, metrics=self.metrics)
-        self._policy: RoutingPolicy = load_policy(config.policy)
         self._admission: Admission[Claim] = Admission(
             max_queued=config.max_queued, overtake_s=config.overtake_s, clock=clock
         )
+        self._placing = Placing(pool, load_policy(config.policy), on_freed=self._admission.wake)
         self._tasks = OwnedTasks()
         self._num_open = 0
         self._all_ended = asyncio.Event()
@@ -305,7 +306,7 @@ class Router:
             try:
                 claim = await self._admission.enter(
                     journey.turn,
-                    lambda: self._place(request, journey.tries),
+                    lambda: self._placing.place(request, journey.tries),
                     timeout_s=min(journey.deadline.left_s(), journey.patience.left_s()),
                 )
             except TimeoutError:
@@ -317,37 +318,6 @@ class Router:
         if claim.path == "local" and self.pool.needs_prefill:
             self._note_local(claim, timeline)
         return claim
-
-    def _place(self, request: Request, tries: Tries) -> Claim | None:
-        """Take room where the policy says, away from the workers that failed this answer if it can be.
-
-        After a failed transfer it may have been decided already which worker goes on, alone.
-        """
-        if (planned := tries.recomputation) is not None:
-            worker = planned.worker
-            if not worker.view(limit=0 if tries.is_full(worker) else worker.limit).has_room(request):
-                return None
-            return Claim(
-                request,
-                prefill=None,
-                decode=worker,
-                recomputes=planned.reason,
-                on_freed=self._admission.wake,
-            )
-        for is_avoided in tries.avoidances():
-            snapshot = self.pool.snapshot(is_avoided=is_avoided, is_full=tries.is_full)
-            placement = self._policy.choose(request, snapshot)
-            if placement is not None:
-                return Claim(
-                    request,
-                    prefill=self._handle(placement.prefill),
-                    decode=self._handle(placement.decode),
-                    on_freed=self._admission.wake,
-                )
-        return None
-
-    def _handle(self, worker_id: str | None) -> WorkerHandle | None:
-        return None if worker_id is None else self.pool.get(worker_id)
 
     @asynccontextmanager
     async def _held(self, claim: Claim, timeline: RequestTimeline) -> AsyncIterator[None]:
