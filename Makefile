@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Without an NVIDIA GPU a CPU build of torch is enough and much smaller, where pip is set up to find one.
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.9,torch==2.13.0+cpu)
 
-.PHONY: demo test test-long study gpu-check serve check format proto clean
+.PHONY: demo test test-long study sim-accuracy gpu-check serve check format proto clean
 
 demo: $(VENV)/.installed
 	$(BIN)/twinpool demo
@@ -32,6 +32,11 @@ study: $(VENV)/.lab
 	  --rates 0.75,1.5,2.5 --ttft 2s --tpot 150ms --cell 18 --late-limit 100ms --out $(STUDY)
 	mkdir -p docs/study
 	cp -r $(STUDY)/report.html $(STUDY)/study.json $(STUDY)/figures docs/study/
+
+# Calibrates this machine, predicts five layouts at three loads, runs them, and writes docs/benchmarks.md: about 12
+# minutes.  What is in sim-accuracy/ is kept, so it goes on where it was stopped.
+sim-accuracy: $(VENV)/.dev
+	$(BIN)/python -m benchmarks.sim_accuracy --write
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -39,7 +39,7 @@ def run(
         text=True,
         timeout=timeout_s,
         check=False,
-        env=os.environ | {"TWINPOOL_URL": url, "TWINPOOL_API_KEY": key, "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"TWINPOOL_URL": url, "TWINPOOL_API_KEY": key},
     )
 
 
@@ -96,6 +96,15 @@ def test_memory_plan_prints_what_a_model_needs(model: Path) -> None:
     # 2 layers x key and value x 2 heads x 16 elements x 2 bytes each
     assert f"conversations of 1024 tokens fit, {1024 * 256:,} bytes each" in done.stdout
     assert "of 1,073,741,824 bytes" in done.stdout
+
+
+def test_calibrate_engine_measures_steps_and_predicts_one(model: Path) -> None:
+    done = run("calibrate_engine.py", str(model))
+
+    assert done.returncode == 0, done.stderr
+    steps = re.findall(r"^(\S.*?) +[\d.]+ ms, (fitted|predicted) within [\d.]+%$", done.stdout, re.MULTILINE)
+    assert ("1 x 32 tokens after 32", "fitted") in steps and ("2 decodes at 80", "predicted") in steps
+    assert re.search(r"^so a step of 2 decodes at 64 takes [\d.]+ ms$", done.stdout, re.MULTILINE)
 
 
 def test_simulate_ratio_finds_the_layout_that_answers_most_in_time() -> None:

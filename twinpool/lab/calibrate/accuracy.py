@@ -1,0 +1,124 @@
+"""How well a simulation foretold a study: each arm at each rate, as it was measured and as predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from statistics import fmean
+
+from twinpool.core.ports import Role
+from twinpool.engine.config import EngineConfig
+from twinpool.lab.metrics.summary import Summary
+from twinpool.lab.profile.profile import Profile
+from twinpool.lab.simulate.config import Pool, SimulationConfig, Transfer
+from twinpool.lab.simulate.simulation import run_simulation
+from twinpool.lab.study.arm import Arm
+from twinpool.lab.study.cell import Cell
+from twinpool.lab.study.settings import StudySettings
+
+_LETTERS = {Role.PREFILL: "P", Role.DECODE: "D", Role.COLOCATED: "C"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a load came to; as the means of its repeats."""
+
+    tokens_per_s: float  # of answers
+    ttft_s: float  # p50
+    tpot_s: float  # p50
+    good_share: float  # of the requests, within the limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """One layout at one rate."""
+
+    layout: str  # as in 2P1D
+    rate: float
+    measured: Outcome
+    predicted: Outcome
+
+    @property
+    def tokens_error(self) -> float:
+        """Predicted / measured - 1."""
+        return self.predicted.tokens_per_s / self.measured.tokens_per_s - 1.0
+
+    @property
+    def ttft_error(self) -> float:
+        """Predicted / measured - 1."""
+        return self.predicted.ttft_s / self.measured.ttft_s - 1.0
+
+    @property
+    def good_error(self) -> float:
+        """Predicted - measured, as a share of all requests: 0.05 are 5 points."""
+        return self.predicted.good_share - self.measured.good_share
+
+
+def layout_name(arm: Arm) -> str:
+    """Return ``2P1D`` or ``3C``."""
+    return "".join(f"{workers}{_LETTERS[role]}" for role, workers in arm.pools.items())
+
+
+def predict(
+    settings: StudySettings, arm: Arm, cell: Cell, *, path: str, profile: Profile, transport: str
+) -> Outcome:
+    """Simulate a cell of a study: the same requests at the same times.
+
+    Args:
+        settings: Of the study.
+        arm: Of the cell.
+        cell: What is simulated.
+        path: Of the profile.
+        profile: The same, as read.
+        transport: Over which KV goes, one of ``profile.transfers``.
+    """
+    link = profile.transfers[transport]
+    config = SimulationConfig(
+        pools=tuple(
+            Pool(role=role, workers=workers, profile=path, engine=EngineConfig())
+            for role, workers in arm.pools.items()
+        ),
+        transfer=Transfer(bytes_s=link.bytes_s, latency_s=link.latency_s),
+    )
+    workload = settings.of_cell(cell.rate, cell.repeat)
+    return outcome_of(run_simulation(workload, config, limits=settings.bench.limits).summary)
+
+
+def outcome_of(summary: Summary) -> Outcome:
+    """Return what a run came to; a latency that nothing has is infinite."""
+    ttft_s, tpot_s = summary.ttft_s.percentile(50), summary.tpot_s.percentile(50)
+    return Outcome(
+        tokens_per_s=summary.output_tokens / summary.duration_s,
+        ttft_s=float("inf") if ttft_s is None else ttft_s,
+        tpot_s=float("inf") if tpot_s is None else tpot_s,
+        good_share=summary.goodput_share or 0.0,
+    )
+
+
+def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the means of some repeats."""
+    return Outcome(
+        tokens_per_s=fmean(outcome.tokens_per_s for outcome in outcomes),
+        ttft_s=fmean(outcome.ttft_s for outcome in outcomes),
+        tpot_s=fmean(outcome.tpot_s for outcome in outcomes),
+        good_share=fmean(outcome.good_share for outcome in outcomes),
+    )
+
+
+def rank_correlation(pairs: Iterable[tuple[float, float]]) -> float | None:
+    """Return Spearman's correlation, 1 if both orders are the same; None where one side has no order.
+
+    Values that are equal share the mean of their ranks.
+    """
+    firsts, seconds = zip(*pairs, strict=True)
+    first, second = _ranks(firsts), _ranks(seconds)
+    mean = (len(first) + 1) / 2
+    above = sum((one - mean) * (other - mean) for one, other in zip(first, second, strict=True))
+    below = sqrt(sum((one - mean) ** 2 for one in first) * sum((other - mean) ** 2 for other in second))
+    return above / below if below > 0.0 else None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) + 1) / 2 for value in values]
