@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.shared import vectors
@@ -70,17 +71,20 @@ def test_a_step_never_takes_less_for_more(name: str) -> None:
     assert two <= 2.0 * cost.step_s([Chunk(0, 600)], 0, 0) * 1.01
 
 
+@cache
+def cost_of(name: str) -> CostModel:
+    return load_profile(name).cost_model()
+
+
 @pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None)
 @given(num_decodes=st.integers(1, 300), mean_context=st.integers(1, 20_000))
 def test_decodes_lie_on_their_line(name: str, num_decodes: int, mean_context: int) -> None:
-    cost = CACHED.setdefault(name, load_profile(name).cost_model())
+    cost = cost_of(name)
     context = num_decodes * mean_context
     line = cost.decode_line(num_decodes, context)
     assert context < line.up_to_tokens
     assert cost.step_s([], num_decodes, context) == line_s(line, context) > 0.0
-
-
-CACHED: dict[str, CostModel] = {}
 
 
 def test_a_curve_goes_through_its_points_and_on_beyond_them() -> None:
