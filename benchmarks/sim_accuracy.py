@@ -32,7 +32,6 @@ from twinpool.lab.calibrate.accuracy import (
     rank_correlation,
 )
 from twinpool.lab.metrics.summary import Summary
-from twinpool.lab.profile.profile import load_profile
 from twinpool.lab.study.cell import Cell
 from twinpool.lab.study.driver import StudyStopped
 from twinpool.lab.study.folder import StudyFolder
@@ -138,8 +137,8 @@ def _measure(settings: StudySettings, path: Path, for_s: float) -> bool:
     return True
 
 
-def _scores(settings: StudySettings, path: Path, profile_path: str) -> Iterator[Score]:
-    folder, profile = StudyFolder(path), load_profile(profile_path)
+def _scores(settings: StudySettings, path: Path, profile: str) -> Iterator[Score]:
+    folder = StudyFolder(path)
     measured = folder.measurements()
     for rate in settings.rates:
         for arm in settings.arms:
@@ -161,7 +160,6 @@ def _scores(settings: StudySettings, path: Path, profile_path: str) -> Iterator[
                                 settings,
                                 arm,
                                 cell,
-                                path=profile_path,
                                 profile=profile,
                                 transport=_TRANSPORT,
                             )

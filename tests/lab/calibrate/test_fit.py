@@ -21,7 +21,7 @@ from twinpool.lab.calibrate.transfers import TransferTiming, fit_link
 from twinpool.lab.profile.polynomial import Polynomial
 from twinpool.lab.profile.profile import load_profile
 from twinpool.lab.record import Record
-from twinpool.lab.simulate.config import Pool, SimulationConfig
+from twinpool.lab.simulate.config import Pool, SimulationConfig, Transfer
 from twinpool.lab.simulate.simulation import run_simulation
 from twinpool.lab.workload.item import WorkItem
 
@@ -125,7 +125,8 @@ def test_a_written_profile_loads_says_where_it_is_from_and_simulates(tmp_path: P
     records: list[Record] = []
     pools = tuple(Pool(role=role, workers=1, profile=str(path)) for role in (Role.PREFILL, Role.DECODE))
     items = [WorkItem(index=0, arrival_s=0.0, prompt_tokens=128, output_tokens=2)]
-    run_simulation(items, SimulationConfig(pools=pools), on_record=records.append)
+    config = SimulationConfig(pools=pools, transfer=Transfer(link="shm"))
+    run_simulation(items, config, on_record=records.append)
 
     assert "`twinpool calibrate --workers 3` on 2026-01-02T03:04:05+00:00" in profile.source
     assert (
@@ -135,6 +136,7 @@ def test_a_written_profile_loads_says_where_it_is_from_and_simulates(tmp_path: P
     assert set(profile.transfers) == {"shm"} and profile.slowdown == pytest.approx((1.0, 1.5, 3.0))
     # Four ways of 4 ms (reserve, its answer, prefill, its answer) and a step that serving makes 2 ms longer.
     assert records[0].ttft_s == pytest.approx(4 * 0.004 + 0.274192 + 0.002)
+    assert records[0].kv_bytes == 128 * 512  # a token: 2 layers x key and value x 2 heads x 16 x 4 bytes
 
 
 def test_without_a_server_a_profile_has_steps_and_transfers_alone() -> None:

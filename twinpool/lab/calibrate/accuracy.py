@@ -10,7 +10,6 @@ from statistics import fmean
 from twinpool.core.ports import Role
 from twinpool.engine.config import EngineConfig
 from twinpool.lab.metrics.summary import Summary
-from twinpool.lab.profile.profile import Profile
 from twinpool.lab.simulate.config import Pool, SimulationConfig, Transfer
 from twinpool.lab.simulate.simulation import run_simulation
 from twinpool.lab.study.arm import Arm
@@ -60,26 +59,22 @@ def layout_name(arm: Arm) -> str:
     return "".join(f"{workers}{_LETTERS[role]}" for role, workers in arm.pools.items())
 
 
-def predict(
-    settings: StudySettings, arm: Arm, cell: Cell, *, path: str, profile: Profile, transport: str
-) -> Outcome:
+def predict(settings: StudySettings, arm: Arm, cell: Cell, *, profile: str, transport: str) -> Outcome:
     """Simulate a cell of a study: the same requests at the same times.
 
     Args:
         settings: Of the study.
         arm: Of the cell.
         cell: What is simulated.
-        path: Of the profile.
-        profile: The same, as read.
-        transport: Over which KV goes, one of ``profile.transfers``.
+        profile: Path of the profile of each worker.
+        transport: Over which KV goes, one that was measured.
     """
-    link = profile.transfers[transport]
     config = SimulationConfig(
         pools=tuple(
-            Pool(role=role, workers=workers, profile=path, engine=EngineConfig())
+            Pool(role=role, workers=workers, profile=profile, engine=EngineConfig())
             for role, workers in arm.pools.items()
         ),
-        transfer=Transfer(bytes_s=link.bytes_s, latency_s=link.latency_s),
+        transfer=Transfer(link=transport),
     )
     workload = settings.of_cell(cell.rate, cell.repeat)
     return outcome_of(run_simulation(workload, config, limits=settings.bench.limits).summary)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 
 from router.config import RouterConfig
 from twinpool.core.errors import ConfigError
@@ -59,7 +61,8 @@ class Transfer:
     Each worker has one network link, in and out apart, which its transfers share.
 
     Attributes:
-        link: The name of one that ships; ``latency_s`` and ``bytes_s`` count instead where they are given.
+        link: The name of one that ships, or of a transport that was measured with the profile of the first
+            pool; ``latency_s`` and ``bytes_s`` count instead where they are given.
         compact: KV travels as int8 with scales.
     """
 
@@ -69,13 +72,16 @@ class Transfer:
     overlap: Overlap = Overlap.LAYERS
     compact: bool = False
 
-    def resolve(self) -> Link:
+    def resolve(self, measured: Mapping[str, Link] = MappingProxyType({})) -> Link:
         """Return the link.
+
+        Args:
+            measured: Links by transport, beside those that ship.
 
         Raises:
             ConfigError: There is no such link.
         """
-        known = load_links()
+        known = {**load_links(), **measured}
         if self.link not in known:
             raise ConfigError("transfer.link", f"{self.link} is none of {', '.join(known)}")
         link = known[self.link]

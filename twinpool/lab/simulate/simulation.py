@@ -90,7 +90,7 @@ class Simulation:
         self._machines: dict[str, Machine] = {}  # by profile, of those whose workers share one
         self.hop_s = config.hop_s or max(self._profile(pool).hop_s for pool in config.pools)
         is_shared = config.emulate is not Emulate.SPLITWISE_SIM
-        link = config.transfer.resolve()
+        link = config.transfer.resolve(self._profile(config.pools[0]).transfers)
         if config.emulate is Emulate.SIMDISTSERVE:
             link = without_time(link)
         self.way = Way(
