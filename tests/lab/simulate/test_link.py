@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinpool.core.layout import KVLayout
@@ -26,6 +26,7 @@ def test_two_flows_on_one_link_take_twice_as_long_as_one() -> None:
     assert link.burst(64 * MIB, now_s=10.0) == pytest.approx(10.0 + alone)
 
 
+@settings(deadline=None)
 @given(
     layers=st.integers(2, 90),
     layer_s=st.floats(0.001, 1.0),
