@@ -84,7 +84,7 @@ def _show(wanted: Asked, result: SimulationResult, *, cpu_s: float) -> None:
     pools = ", ".join(f"{pool.workers} {pool.role} on {pool.profile}" for pool in wanted.config.pools)
     console.print(f"{wanted.workload.kind} to {pools}: simulated", soft_wrap=True)
     show_summary(console, result.summary)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for number, name in enumerate(_COLUMNS):
         table.add_column(name, justify="right" if number else "left", no_wrap=True)
     for use in result.workers:
@@ -92,7 +92,7 @@ def _show(wanted: Asked, result: SimulationResult, *, cpu_s: float) -> None:
         table.add_row(
             use.worker,
             f"{busy:.1%}",
-            f"{use.steps:,}",
+            _short(use.steps).strip(),
             _short(use.prefilled_tokens),
             _short(use.decoded_tokens),
             _short(use.prefix_hit_tokens),
@@ -108,10 +108,10 @@ def _show(wanted: Asked, result: SimulationResult, *, cpu_s: float) -> None:
 
 
 def _short(number: int) -> str:
-    """Return ``2.95 M`` for 2,948,695."""
+    """Return ``2.95 M`` for 2,948,695; three digits tell enough beside the exact ones in JSON."""
     for factor, letter in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
         if number >= factor:
-            return f"{number / factor:.2f} {letter}"
+            return f"{number / factor:.3g} {letter}"
     return f"{number} "
 
 
