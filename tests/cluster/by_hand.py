@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,6 @@ from tests.patience import until
 from twinpool.cluster.api_client import ApiClient
 
 TWINPOOL = (sys.executable, "-m", "twinpool")
-_ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,6 @@ def by_hand(
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=_ENVIRONMENT,
             )
             stack.callback(_kill, process)
             return process

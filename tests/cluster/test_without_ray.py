@@ -17,8 +17,6 @@ from tests.cluster.servers import PATIENCE_S, Server, free_port
 from tests.patience import until
 from twinpool.cluster.api_client import ApiClient
 
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -34,7 +32,6 @@ def program(*args: str, log: Path) -> Iterator[subprocess.Popen[str]]:
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            env=ENVIRONMENT,
         )
     try:
         yield process
@@ -52,7 +49,7 @@ def twinpool(*args: str, stdin: str = "") -> str:
         text=True,
         timeout=PATIENCE_S,
         check=True,
-        env=ENVIRONMENT | {"COLUMNS": "200"},
+        env=os.environ | {"COLUMNS": "200"},
     )
     return done.stdout
 
