@@ -159,6 +159,27 @@ def run_serve(*options: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+def test_a_driver_that_got_no_time_for_long_finds_its_workers_ended_and_starts_them_again(
+    model: Path,
+) -> None:
+    with serving(model, "--prefill", "1", "--decode", "1") as server:
+        expected = server.answer()
+        (driver,) = [each for each in server.descendants() if "twinpool.cluster.ray_driver" in each.cmdline()]
+
+        driver.suspend()
+        try:
+            assert until(lambda: not server.client.get("/admin/workers"), within_s=PATIENCE_S)
+        finally:
+            driver.resume()
+
+        assert until(lambda: len(server.client.get("/admin/workers")) == 2, within_s=PATIENCE_S)
+        assert server.answer() == expected
+        assert server.client.get("/admin/deployment")["ray"] == "ok"
+        left = server.descendants()
+        assert terminate(server) == 0
+        assert until(lambda: all_gone(left), within_s=10.0)
+
+
 def test_a_busy_port_is_told_before_anything_starts(model: Path, busy_port: int) -> None:
     code, stderr = run_serve("--model", str(model), "--port", str(busy_port))
 

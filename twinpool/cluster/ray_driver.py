@@ -73,9 +73,7 @@ class _Driver:
     def run(self) -> int:
         try:
             self._start_ray()
-            controller = self._make_controller()
-            self._follow(controller)
-            self._finish(controller)
+            self._finish(self._follow(self._make_controller()))
         except ServingError as error:
             self._events.put("failed", text=str(error))
             return FAILED
@@ -118,14 +116,15 @@ class _Driver:
         return actor_class.options(
             name=self._spec.name,
             namespace=NAMESPACE,
+            get_if_exists=True,
             lifetime="detached",
             num_cpus=0,
             max_restarts=-1,
             max_concurrency=100,
         ).remote(self._spec)
 
-    def _follow(self, controller: Any) -> None:
-        """Keep the controller informed and the server too, until the server wants the end."""
+    def _follow(self, controller: Any) -> Any:
+        """Keep controller and server informed until the server wants the end; return the controller."""
         import ray
 
         told: Sequence[WorkerReport] | None = None
@@ -138,11 +137,15 @@ class _Driver:
                 if not is_away:
                     self._events.put("away", text=first_line(error))
                 is_away = True
+                if isinstance(error, ray.exceptions.ActorDiedError):
+                    # This process had no time for so long that the controller held its owner for gone.
+                    controller = self._make_controller()
             else:
                 if is_away or reports != told:
                     self._events.put("workers", workers=[unbind(report) for report in reports])
                 is_away, told = False, reports
             self._hear(controller, timeout_s=_SYNC_EVERY_S)
+        return controller
 
     def _hear(self, controller: Any, *, timeout_s: float) -> None:
         end_s = time.monotonic() + timeout_s
