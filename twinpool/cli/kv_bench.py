@@ -134,4 +134,4 @@ def _show(report: Report) -> None:
         console.print(table)
     for row in report.rows:
         if not row.is_measured:
-            console.print(f"{row.transport} {why_not(row)}", soft_wrap=True)
+            console.print(f"{row.transport} {why_not(row)}", soft_wrap=True, markup=False)

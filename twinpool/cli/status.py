@@ -25,7 +25,7 @@ def status(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(found, indent=2))
     else:
-        _show(Console(), client.url, found)
+        _show(Console(markup=False), client.url, found)
     return 0 if found["audit"]["ok"] else 1
 
 
