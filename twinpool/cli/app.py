@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_calibrate(commands)
     _add_simulate(commands)
+    _add_recommend(commands)
     _add_plan(commands)
     return parser
 
@@ -214,6 +215,14 @@ def _add_calibrate(commands: Commands) -> None:
     command.set_defaults(run=_calibrate)
 
 
+def _add_recommend(commands: Commands) -> None:
+    command = commands.add_parser(
+        "recommend", help="find the layout of some GPUs that answers most in time", allow_abbrev=False
+    )
+    options.add_recommend(command)
+    command.set_defaults(run=_recommend)
+
+
 def _add_kv_bench(commands: Commands) -> None:
     command = commands.add_parser(
         "kv-bench",
@@ -355,6 +364,12 @@ def _simulate(args: argparse.Namespace) -> int:
     from twinpool.cli import simulate
 
     return simulate.simulate(args)
+
+
+def _recommend(args: argparse.Namespace) -> int:
+    from twinpool.cli import recommend
+
+    return recommend.recommend(args)
 
 
 def _kv_bench(args: argparse.Namespace) -> int:

@@ -212,6 +212,36 @@ def add_calibrate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--out", default="profile.yaml", metavar="FILE", help="(default: %(default)s)")
 
 
+def add_recommend(command: argparse.ArgumentParser) -> None:
+    """Add the options of `recommend`."""
+    command.add_argument("workload", nargs="?", help="as for `bench`, with a count of a few hundred")
+    _add_file(command)
+    there = command.add_argument_group("what there is")
+    there.add_argument(
+        "--profile",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="of a worker that pools may be made of, with what each of its GPUs costs and has, "
+        "as in NAME:cost=2.5,watts=700,memory=80GB; may be repeated",
+    )
+    _set(there, ("--gpus", "recommend.gpus", int, "N", "at most"))
+    _set(there, ("--budget", "recommend.budget", float, "COST", "at most, in the unit of cost"))
+    _set(there, ("--watts", "recommend.watts", float, "W", "at most"))
+    there.add_argument("--model", default=None, help="plan the memory of each worker, by its config.json")
+    _set(there, ("--link", "recommend.transfer.link", str, "NAME", "of each worker (ib_ndr_400g)"))
+    there.add_argument("--bandwidth", metavar="SIZE", help="of it, a second, as in 25GB; else the link's")
+    wanted = command.add_argument_group("what is wanted")
+    wanted.add_argument("--ttft", default=None, metavar="TIME", help="limit of an answer, as in 500ms")
+    wanted.add_argument("--tpot", default=None, metavar="TIME", help="the same, per token after the first")
+    _set(wanted, ("--percentile", "recommend.percentile", float, "P", "of requests within both (90)"))
+    _set(wanted, ("--load", "recommend.load_rate", float, "RATE", "requests/s; else as many as can be"))
+    _set(wanted, ("--repeats", "recommend.repeats", int, "N", "of the workload, by seed (3)"))
+    wanted.add_argument("--no-mixed", action="store_true", help="no layouts of two pools beside colocated")
+    wanted.add_argument("--no-what-if", action="store_true", help="do not ask again under other conditions")
+    command.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
 def add_study(command: argparse.ArgumentParser) -> None:
     """Add the options that `sweep` and `compare` share."""
     load = command.add_argument_group("load")

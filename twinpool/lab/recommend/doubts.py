@@ -29,7 +29,7 @@ def find_doubts(config: RecommendConfig, load: OfferedLoad, ranking: Ranking) ->
         lasts_s = num_requests / ranking.best.mean if ranking.best.mean else None
         if lasts_s is not None and lasts_s < _LEAST_LIMITS * config.limits.ttft_s:
             doubts.append(
-                f"At {ranking.best.mean:.3g} requests/s all come within {lasts_s:.3g} s, longer by little than "
-                "one may wait: with more requests the highest rates may be lower."
+                f"At {ranking.best.mean:.3g} requests/s all come in {lasts_s:.3g} s, little more than one "
+                "may wait: with more requests the highest rates may be lower."
             )
     return tuple(doubts)
