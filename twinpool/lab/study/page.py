@@ -13,6 +13,7 @@ from twinpool.lab.study.pictures import Picture
 from twinpool.lab.study.results import Results
 from twinpool.lab.study.tables import Table, pools_table, requests_table
 
+_NOT_TOLD = ("kind", "speed", "start_s")  # the kind stands first; the others are the study's own
 # Title, kinds of conclusions, names of figures.
 _PARTS = (
     ("Requests within the limits", ("goodput", "capacity"), ("goodput", "share")),
@@ -108,7 +109,7 @@ def _facts(results: Results) -> str:
 def workload_text(workload: Mapping[str, Any]) -> str:
     """Return a workload as it is asked for, in one line."""
     rest = ", ".join(
-        f"{key} {value}" for key, value in workload.items() if key != "kind" and value is not None
+        f"{key} {value}" for key, value in workload.items() if key not in _NOT_TOLD and value is not None
     )
     return f"{workload.get('kind', '')}: {rest}" if rest else str(workload.get("kind", ""))
 

@@ -31,17 +31,17 @@ class Metric:
 GOODPUT = Metric(
     name="requests within the limits", unit="req/s", more_is_better=True, of=lambda cell: cell.good_per_s
 )
-TTFT = Metric(
-    name="median time to the first token",
-    unit="s",
-    more_is_better=False,
-    of=lambda cell: cell.latency_s("ttft_s", "p50"),
-)
-TPOT = Metric(
-    name="median time per output token",
-    unit="s",
-    more_is_better=False,
-    of=lambda cell: cell.latency_s("tpot_s", "p50"),
+
+
+def _latency(name: str, latency: str, at: str) -> Metric:
+    return Metric(name=name, unit="s", more_is_better=False, of=lambda cell: cell.latency_s(latency, at))
+
+
+LATENCIES = (
+    _latency("median time to the first token", "ttft_s", "p50"),
+    _latency("90th percentile of the time to the first token", "ttft_s", "p90"),
+    _latency("median time per output token", "tpot_s", "p50"),
+    _latency("90th percentile of the time per output token", "tpot_s", "p90"),
 )
 
 
@@ -108,9 +108,9 @@ class Results:
         told = {each.cell.repeat: metric.of(each) for each in self.cells(arm, rate)}
         return {repeat: value for repeat, value in told.items() if value is not None}
 
-    def comparison(self, metric: Metric, arm: str, rate: float) -> Comparison | None:
-        """Compare an arm with the reference; None if they have no repeat in common."""
-        return compare(self.values(metric, arm, rate), self.values(metric, self.reference, rate))
+    def comparison(self, metric: Metric, arm: str, rate: float, *, other: str = "") -> Comparison | None:
+        """Compare an arm with another, or with the reference; None if they have no repeat in common."""
+        return compare(self.values(metric, arm, rate), self.values(metric, other or self.reference, rate))
 
     def good_share(self, arm: str, rate: float) -> float | None:
         """Return the mean share within the limits; None if it was not measured."""

@@ -29,10 +29,9 @@ def stories_of(cells: Mapping[str, Cell], folder: StudyFolder) -> Mapping[str, S
 
 
 def shown_request(stories: Mapping[str, Sequence[Story]]) -> Mapping[str, Story]:
-    """Return one request as every arm answered it: the one in the middle, by how long the arms took in all.
+    """Return one request as every arm answered it: the one in the middle, by how long its prompt took.
 
-    Only those count that were decoded in every arm, of those the half that took longest until the first
-    token: a long prompt shows more.
+    Only those count that were decoded in every arm, of those the half whose prompts took longest to compute.
     """
     by_arm = {
         arm: {
@@ -48,10 +47,14 @@ def shown_request(stories: Mapping[str, Sequence[Story]]) -> Mapping[str, Story]
     if not common:
         return {}
 
-    def waited_s(index: int) -> float:
-        told = [by_arm[arm][index] for arm in by_arm]
-        return sum((first_token_s(story) or 0.0) - float(story["sent_s"]) for story in told)
+    def computed_s(index: int) -> float:
+        return sum(
+            phase.end_s - phase.start_s
+            for told in by_arm.values()
+            for phase in phases(told[index])
+            if phase.name == "prefill"
+        )
 
-    slowest = sorted(common, key=waited_s)[len(common) // 2 :]
-    index = slowest[len(slowest) // 2]
+    longest = sorted(common, key=computed_s)[len(common) // 2 :]
+    index = longest[len(longest) // 2]
     return {arm: told[index] for arm, told in by_arm.items()}

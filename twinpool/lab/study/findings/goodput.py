@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import permutations
 
 from twinpool.lab.study.findings.words import Conclusion, against, interval, listed, percent, rates_text
 from twinpool.lab.study.results import GOODPUT, Results
@@ -32,12 +33,22 @@ def find(results: Results) -> Iterator[Conclusion]:
     for arm, rate, comparison in sorted(differ, key=lambda each: (-each[1], each[0])):
         yield _differs(arm, rate, comparison, results.reference)
     yield from _equal(results, equal)
+    yield from _among(results, others)
     if unknown:
         yield Conclusion(
             kind="goodput",
             text=f"Nothing can be concluded about {listed(unknown)}.",
             evidence=f"fewer than {LEAST_REPEATS} repeats count, of it or of {results.reference}",
         )
+
+
+def _among(results: Results, arms: Sequence[str]) -> Iterator[Conclusion]:
+    """Tell which ratios differ from each other, the better one first."""
+    for rate in reversed(results.rates):
+        for pair in permutations(arms, 2):
+            comparison = results.comparison(GOODPUT, pair[0], rate, other=pair[1])
+            if comparison is not None and comparison.differs and comparison.mean > comparison.other_mean:
+                yield _differs(pair[0], rate, comparison, pair[1])
 
 
 def _differs(arm: str, rate: float, comparison: Comparison, reference: str) -> Conclusion:
@@ -59,7 +70,7 @@ def _equal(results: Results, equal: dict[str, list[float]]) -> Iterator[Conclusi
         yield Conclusion(
             kind="goodput",
             text=f"At {rates_text(same)} there is no difference in requests within the limits between "
-            f"{listed(arms)} and {results.reference}.",
+            f"{results.reference} and {' or '.join(arms)}.",
             evidence="; ".join(_shares(results, arms, rate) for rate in same)
             + f"; the {percent(CONFIDENCE)} intervals overlap",
         )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from twinpool.lab.study.findings.words import Conclusion, listed, ms, percent, rates_text
-from twinpool.lab.study.results import TPOT, TTFT, Metric, Results
+from twinpool.lab.study.findings.words import Conclusion, ms, percent, rates_text
+from twinpool.lab.study.results import LATENCIES, Metric, Results
 from twinpool.lab.study.spread import CONFIDENCE, Comparison
 
 
 def find(results: Results) -> Iterator[Conclusion]:
     """Say it of the first token and of the others; arms without a difference at the same rates together."""
-    for metric in (TTFT, TPOT):
+    for metric in LATENCIES:
         equal: dict[tuple[float, ...], list[str]] = {}
         for arm in results.arms:
             if arm == results.reference:
@@ -28,8 +28,8 @@ def find(results: Results) -> Iterator[Conclusion]:
         for rates, arms in equal.items():
             yield Conclusion(
                 kind="latency",
-                text=f"There is no difference in the {metric.name} between {listed(arms)} and "
-                f"{results.reference} at {rates_text(rates)}.",
+                text=f"There is no difference in the {metric.name} between "
+                f"{results.reference} and {' or '.join(arms)} at {rates_text(rates)}.",
                 evidence=f"the {percent(CONFIDENCE)} intervals of their means overlap",
             )
 
@@ -45,11 +45,10 @@ def _changes(
         }
         if not changes:
             continue
-        by = _by(min(changes.values()), max(changes.values()))
+        by = _by(min(changes.values()), max(changes.values()), word)
         yield Conclusion(
             kind="latency",
-            text=f"The {metric.name} of {arm} is {by} {word} than that of {results.reference} at "
-            f"{rates_text(changes)}.",
+            text=f"The {metric.name} of {arm} is {by} that of {results.reference} at {rates_text(changes)}.",
             evidence="; ".join(
                 f"{ms(known[rate].mean)} against {ms(known[rate].other_mean)} at {rate:g} req/s"
                 for rate in changes
@@ -57,6 +56,10 @@ def _changes(
         )
 
 
-def _by(least: float, most: float) -> str:
-    low, high = percent(least), percent(most)
-    return low if low == high else f"{low} to {high}"
+def _by(least: float, most: float, word: str) -> str:
+    """Say a change from ``least`` to ``most`` as a share, or as a multiple where that is easier to grasp."""
+    if word == "higher" and least > 1.0:
+        low, high, end = f"{least + 1.0:.2g}", f"{most + 1.0:.2g}", "times"
+    else:
+        low, high, end = percent(least), percent(most), f"{word} than"
+    return f"{low if low == high else f'{low} to {high}'} {end}"
