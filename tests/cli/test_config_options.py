@@ -129,6 +129,7 @@ def test_naming_one_kind_of_pool_means_none_of_the_other(
         (["serve", "--set", "router.model=x"], "router.model: is none of"),
         (["worker", "--join", "127.0.0.1:1"], "--role: is missing"),
         (["worker", "--role", "decode"], "--join: is missing"),
+        (["worker", "--role", "decode", "--join", "127.0.0.1"], "--join: '127.0.0.1' is not HOST:PORT"),
         (
             ["worker", "--role", "decode", "--join", "x:1", "--host", "0.0.0.0"],
             "--host: 0.0.0.0 is no address",

@@ -14,7 +14,7 @@ from twinpool.core.errors import ConfigError
 
 def complete(args: argparse.Namespace) -> int:
     """Print the completion of one prompt."""
-    prompt = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
+    prompt = sys.stdin.read().removesuffix("\n") if args.prompt in (None, "-") else args.prompt
     if not prompt:
         raise ConfigError("prompt", "is empty")
     client = client_of(args)

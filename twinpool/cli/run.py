@@ -16,6 +16,7 @@ from typing import Any
 from twinpool.cli.options import settings
 from twinpool.cluster.config import DeploymentConfig, PoolsConfig, WorkerConfig
 from twinpool.core.config import bind, load_yaml, merge, to_yaml, unbind
+from twinpool.core.doors import host_of
 from twinpool.core.errors import ConfigError
 from twinpool.core.open_files import allow_many_files
 from twinpool.core.security import SecurityConfig
@@ -113,6 +114,7 @@ def worker_config(args: argparse.Namespace) -> WorkerConfig:
         "generation": time.time_ns() // 1_000_000,
     }
     config = bind(WorkerConfig, {**made_up, **merged})
+    host_of("--join", config.join)
     if config.host in ("0.0.0.0", "::"):
         raise ConfigError("--host", f"{config.host} is no address that the router and other workers reach")
     return config

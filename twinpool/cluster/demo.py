@@ -20,7 +20,12 @@ from twinpool.cluster.server_process import server_process
 from twinpool.core.errors import ServingError, Unavailable
 
 PROMPTS = (
-    "What is the capital of France, and what is it known for?",
+    # Long enough to travel while it is computed.
+    "Two kitchens run one restaurant. The first one only prepares: it reads each order to its end, washes, "
+    "cuts and lays out all that the dish needs, and sends every bowl on as soon as it is filled. The second "
+    "one only cooks: it takes one dish after the other from the bowls that are there, and never has to stop "
+    "because somebody brings a long order. Each kitchen hires as many people as its own work needs. Why may "
+    "the guests be served sooner than with one kitchen that does both?",
     "Explain in two sentences why the sky is blue.",
     "Write a short poem about two friends who share the work.",
 )

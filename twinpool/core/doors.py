@@ -59,12 +59,21 @@ def check_peer_address(field: str, address: str, trust: Trust) -> None:
     Raises:
         ConfigError: It is no such address, or not one of this machine although all must be.
     """
-    match = _ADDRESS.fullmatch(address)
-    if match is None or int(match[2]) > 65535:
-        raise ConfigError(field, f"{address[:100]!r} is not HOST:PORT")
-    host = match[1].strip("[]")
+    host = host_of(field, address)
     if not (trust.is_closed or trust.insecure or host == "localhost" or _is_loopback(host)):
         raise ConfigError(field, f"{address} is not on this machine, which needs certificates and a secret")
+
+
+def host_of(field: str, address: str) -> str:
+    """Return the host of HOST:PORT.
+
+    Raises:
+        ConfigError: It is no such address.
+    """
+    match = _ADDRESS.fullmatch(address)
+    if match is None or not 0 < int(match[2]) <= 65535:
+        raise ConfigError(field, f"{address[:100]!r} is not HOST:PORT")
+    return match[1].strip("[]")
 
 
 def is_loopback(field: str, host: str) -> bool:

@@ -88,7 +88,7 @@ class RegistryServer:
         self._registry = _Registry(members, door.trust, config or RegistryConfig())
         registry_pb2_grpc.add_RegistryServicer_to_server(self._registry, self._server)  # type: ignore[no-untyped-call]
         self._host = host
-        self.port = bind(self._server, host, port, door.trust)
+        self.port = bind(self._server, host, port, door.trust, option="--join-port")
 
     @property
     def address(self) -> str:

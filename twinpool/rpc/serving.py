@@ -21,8 +21,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _log = logging.getLogger(__name__)
 
 
-def bind(server: grpc.aio.Server, host: str, port: int, trust: Trust) -> int:
+def bind(server: grpc.aio.Server, host: str, port: int, trust: Trust, *, option: str = "--port") -> int:
     """Bind ``server`` and return the port; with certificates it speaks TLS to those who have one themselves.
+
+    Args:
+        server: Not started yet.
+        host: Of this machine.
+        port: 0 takes a free one.
+        trust: Of this process.
+        option: Named in the error.
 
     Raises:
         ConfigError: The address cannot be listened on.
@@ -36,7 +43,7 @@ def bind(server: grpc.aio.Server, host: str, port: int, trust: Trust) -> int:
         )
         return server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise ConfigError("--port", f"{address} cannot be listened on: {error}") from error
+        raise ConfigError(option, f"{address} cannot be listened on; is it taken?") from error
 
 
 def join_address(host: str, port: int) -> str:
