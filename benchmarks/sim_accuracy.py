@@ -32,7 +32,6 @@ from twinpool.lab.calibrate.accuracy import (
     rank_correlation,
 )
 from twinpool.lab.metrics.summary import Summary
-from twinpool.lab.study.cell import Cell
 from twinpool.lab.study.driver import StudyStopped
 from twinpool.lab.study.folder import StudyFolder
 from twinpool.lab.study.laboratory import Laboratory
@@ -40,10 +39,10 @@ from twinpool.lab.study.order import all_cells
 from twinpool.lab.study.run import run_study
 from twinpool.lab.study.settings import StudySettings
 
-_RATES = (0.4, 0.75, 1.5)
+_RATES = "0.4,0.75,1.5"
 _THREADS, _KV_MEMORY, _TRANSPORT = 1, "1GiB", "shm"
 _RATIOS = {3: ["1:2", "2:1"], 2: ["1:1"]}
-_NAMES = {3: "three", 2: "two"}
+_NAMES = {2: "two", 3: "three"}
 _WORKLOAD = {
     "kind": "synthetic",
     "prompt": "bimodal(48,512,long_share=0.25,spread=0.3)",
@@ -63,6 +62,7 @@ def main() -> int:
     parser.add_argument("--folder", default="sim-accuracy", type=Path)
     parser.add_argument("--for", dest="for_s", type=float, default=86400.0, help="seconds of this sitting")
     parser.add_argument("--cell", type=float, default=18.0, help="seconds for which a cell sends")
+    parser.add_argument("--rates", default=_RATES, help="requests per second (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--predict-only", action="store_true", help="of what is measured already")
     parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
@@ -98,7 +98,7 @@ def _settings(args: argparse.Namespace, workers: int) -> StudySettings:
         {
             "workers": workers,
             "ratios": _RATIOS[workers],
-            "rates": list(_RATES),
+            "rates": [float(rate) for rate in args.rates.split(",")],
             "repeats": args.repeats,
             "cell_s": args.cell,
             "workload": _WORKLOAD,
@@ -138,34 +138,22 @@ def _measure(settings: StudySettings, path: Path, for_s: float) -> bool:
 
 
 def _scores(settings: StudySettings, path: Path, profile: str) -> Iterator[Score]:
-    folder = StudyFolder(path)
-    measured = folder.measurements()
+    folder, limits = StudyFolder(path), settings.bench.limits
+    good = [cell for cell, measurement in folder.measurements().items() if not measurement.problems]
     for rate in settings.rates:
         for arm in settings.arms:
-            cells = [Cell(arm=arm.name, rate=rate, repeat=repeat) for repeat in range(settings.repeats)]
-            there = [cell for cell in cells if cell in measured and not measured[cell].problems]
-            if there:
+            cells = [cell for cell in good if cell.arm == arm.name and cell.rate == rate]
+            if cells:
+                measured = [outcome_of(Summary(limits).add_all(folder.records(cell))) for cell in cells]
+                predicted = [
+                    predict(settings, arm, cell, profile=profile, transport=_TRANSPORT) for cell in cells
+                ]
                 yield Score(
                     layout=layout_name(arm),
                     rate=rate,
-                    measured=mean_outcome(
-                        [
-                            outcome_of(Summary(settings.bench.limits).add_all(folder.records(cell)))
-                            for cell in there
-                        ]
-                    ),
-                    predicted=mean_outcome(
-                        [
-                            predict(
-                                settings,
-                                arm,
-                                cell,
-                                profile=profile,
-                                transport=_TRANSPORT,
-                            )
-                            for cell in there
-                        ]
-                    ),
+                    repeats=len(cells),
+                    measured=mean_outcome(measured),
+                    predicted=mean_outcome(predicted),
                 )
 
 
@@ -175,7 +163,7 @@ def _told(scores: list[Score]) -> str:
         one, other = score.measured, score.predicted
         rows.append(
             [
-                f"{score.layout} at {score.rate:g}/s",
+                f"{score.layout} at {score.rate:g}/s, {score.repeats} times",
                 f"{one.tokens_per_s:.1f}",
                 f"{other.tokens_per_s:.1f}",
                 f"{score.tokens_error:+.0%}",

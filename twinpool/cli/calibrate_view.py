@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from twinpool.lab.calibrate.calibration import Calibration
+from twinpool.lab.calibrate.calibration import UNSTEADY, Calibration
 from twinpool.lab.calibrate.fit import slowdowns
 from twinpool.lab.calibrate.serving import Served
 
@@ -33,6 +33,12 @@ def _show_steps(console: Console, found: Calibration) -> None:
         for timing, error in found.step_errors()
     ]
     _table(console, ("step", "ms", "spread", "fit", "error"), steps)
+    if found.unsteady_share > 0.0:
+        console.print(
+            f"{found.unsteady_share:.0%} of the steps varied by more than {UNSTEADY:.0%}: something else ran "
+            "on this machine, and all below may be off by as much",
+            soft_wrap=True,
+        )
 
 
 def _show_transfers(console: Console, found: Calibration) -> None:

@@ -139,6 +139,16 @@ def test_a_written_profile_loads_says_where_it_is_from_and_simulates(tmp_path: P
     assert records[0].kv_bytes == 128 * 512  # a token: 2 layers x key and value x 2 heads x 16 x 4 bytes
 
 
+def test_a_calibration_says_how_many_of_its_steps_were_unsteady() -> None:
+    found = calibration()
+    # Of 1, 2, 3, 4, 5 the middle half is from 2 to 4, two thirds of the median.
+    noisy = [replace(timing, seconds=(1.0, 2.0, 3.0, 4.0, 5.0)) for timing in STEPS[:2]]
+    told = replace(found, engine=replace(found.engine, steps=(*noisy, *STEPS[2:])))
+
+    assert noisy[0].spread == pytest.approx(2 / 3)
+    assert (found.unsteady_share, told.unsteady_share) == (0.0, pytest.approx(2 / len(STEPS)))
+
+
 def test_without_a_server_a_profile_has_steps_and_transfers_alone() -> None:
     profile = calibration(served=None).profile(command="c")
 

@@ -35,6 +35,7 @@ class Score:
 
     layout: str  # as in 2P1D
     rate: float
+    repeats: int
     measured: Outcome
     predicted: Outcome
 

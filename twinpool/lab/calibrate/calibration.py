@@ -6,6 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from twinpool.checkpoints.resolve import resolve_model
@@ -19,6 +20,8 @@ from twinpool.lab.calibrate.transfers import TransferTiming, fit_link, measure_t
 from twinpool.lab.kv_bench.ways import check_names
 from twinpool.lab.machine import describe_machine
 from twinpool.lab.profile.profile import Link, ModelShape, Profile
+
+UNSTEADY = 0.2  # the middle half of a step's times, as a share of their median
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,11 @@ class Calibration:
             if not timing.problem:
                 timings[timing.transport].append(timing)
         return {name: fit_link(known) for name, known in timings.items() if len(known) > 1}
+
+    @property
+    def unsteady_share(self) -> float:
+        """Of the steps, those whose times varied by more than ``UNSTEADY``, as beside other programs."""
+        return fmean(timing.spread > UNSTEADY for timing in self.engine.steps)
 
     def step_errors(self) -> list[tuple[StepTiming, float]]:
         """Return how far the fit is from each measured step, checks included: 0.1 is a tenth too long."""
@@ -95,7 +103,7 @@ class Calibration:
             f"measured by `{command}` on {self.machine['date']}, load {self.machine['load']} before; medians "
             f"of {self.config.repeats}; the fit is within {fitted:.1%} of the steps that it is made of, and "
             f"{max(checked):.1%} of {len(checked)} others; {self.costs.step_s * 1e3:.2f} ms of serving are "
-            "in each step"
+            f"in each step; {self.unsteady_share:.0%} of the steps varied by more than {UNSTEADY:.0%}"
         )
 
 
