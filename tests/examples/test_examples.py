@@ -116,6 +116,16 @@ def test_simulate_ratio_finds_the_layout_that_answers_most_in_time() -> None:
     assert max(shares, key=lambda layout: float(shares[layout])) == "2P2D"
 
 
+def test_recommend_layout_prints_each_layout_and_says_what_to_do() -> None:
+    done = run("recommend_layout.py", "h100-llama-3.1-8b", "2", "256")
+
+    assert done.returncode == 0, done.stderr
+    rates = dict(re.findall(r"^(\w+) +([\d.]+) requests/s$", done.stdout, re.MULTILINE))
+    assert set(rates) == {"2C", "1P1D"}
+    best = max(rates, key=lambda layout: float(rates[layout]))
+    assert re.search(rf"^(Stay colocated: 2C|Split: {best}) answers ", done.stdout, re.MULTILINE)
+
+
 def test_ratio_study_compares_and_gives_the_workers_their_roles_back(server: Server, tmp_path: Path) -> None:
     done = run("ratio_study.py", str(tmp_path), "0.5", "16", url=server.client.url, timeout_s=240.0)
 
