@@ -10,7 +10,7 @@ from twinpool.lab import Limits, RecommendConfig, WorkerKind, open_workload, rec
 
 def run(profile: str, gpus: str, prompt: str) -> None:
     """Print the highest rate of each layout, and the answer."""
-    workload = open_workload(f"synthetic:prompt={prompt},output=uniform(16,64),arrival=poisson(20),count=60")
+    workload = open_workload(f"synthetic:prompt={prompt},output=uniform(8,32),arrival=poisson(20),count=100")
     config = RecommendConfig(
         kinds=(WorkerKind(profile=profile),),
         gpus=int(gpus),

@@ -117,7 +117,7 @@ def test_simulate_ratio_finds_the_layout_that_answers_most_in_time() -> None:
 
 
 def test_recommend_layout_prints_each_layout_and_says_what_to_do() -> None:
-    done = run("recommend_layout.py", "h100-llama-3.1-8b", "2", "256")
+    done = run("recommend_layout.py", "h100-llama-3.1-8b", "2", "1000")
 
     assert done.returncode == 0, done.stderr
     rates = dict(re.findall(r"^(\w+) +([\d.]+) requests/s$", done.stdout, re.MULTILINE))
