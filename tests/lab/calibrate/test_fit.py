@@ -13,7 +13,7 @@ from twinpool.core.ports import Role
 from twinpool.engine.load import ModelSpec
 from twinpool.lab.calibrate.calibration import Calibration
 from twinpool.lab.calibrate.config import CalibrateConfig
-from twinpool.lab.calibrate.fit import fit_serving, fit_times, slowdowns
+from twinpool.lab.calibrate.fit import fit_serving, fit_times, rising, slowdowns
 from twinpool.lab.calibrate.points import StepTiming, grid
 from twinpool.lab.calibrate.serving import Served
 from twinpool.lab.calibrate.steps import EngineTimes
@@ -92,6 +92,15 @@ def test_checks_are_steps_that_the_profile_is_not_made_of() -> None:
         "12 decodes at 384",
     ]
     assert times == fit_times(STEPS)
+
+
+def test_a_longer_prompt_that_took_less_is_noise_and_shares_the_mean() -> None:
+    swapped = [STEPS[0], replace(STEPS[1], seconds=(0.3,)), replace(STEPS[2], seconds=(0.2,)), *STEPS[3:]]
+
+    assert [row[3] for row in fit_times(swapped).prefill[:3]] == pytest.approx(
+        [STEPS[0].median_s, 0.25, 0.25]
+    )
+    assert rising([1.0, 4.0, 3.0, 2.0, 5.0]) == [1.0, 3.0, 3.0, 3.0, 5.0]
 
 
 def test_what_serving_adds_is_found_beside_the_steps() -> None:

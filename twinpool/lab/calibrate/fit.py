@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-from twinpool.lab.calibrate.points import StepTiming
+from twinpool.lab.calibrate.points import StepPoint, StepTiming
 from twinpool.lab.calibrate.serving import Served
 from twinpool.lab.profile.cost import Chunk, CostModel
 from twinpool.lab.profile.measured import Measured
@@ -24,17 +25,51 @@ class ServingCosts:
 def fit_times(steps: Sequence[StepTiming], *, step_s: float = 0.0) -> Measured:
     """Return the tables of a profile: the medians of all steps that are no checks.
 
+    A longer prompt, or a longer context of as many decodes, takes no less time: neighbours that say so are
+    noise, and both get their mean.
+
     Args:
-        steps: As measured.
+        steps: As measured; of a kind in the order of their lengths.
         step_s: Added to each.
     """
-    used = [(timing.point, timing.median_s + step_s) for timing in steps if not timing.point.is_check]
+    kinds: dict[tuple[int, ...], list[StepTiming]] = defaultdict(list)
+    for timing in steps:
+        if not timing.point.is_check:
+            kinds[_kind(timing.point)].append(timing)
+    used = [
+        (timing.point, seconds + step_s)
+        for timings in kinds.values()
+        for timing, seconds in zip(timings, rising([timing.median_s for timing in timings]), strict=True)
+    ]
     return Measured(
         prefill=tuple(
             (point.prompts, point.tokens, point.cached, seconds) for point, seconds in used if point.prompts
         ),
         decode=tuple((point.decodes, point.context, seconds) for point, seconds in used if point.decodes),
     )
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """Return the nearest values, by least squares, none of which is less than the one before.
+
+    Source:
+        Pooling of adjacent violators: Barlow et al., "Statistical Inference under Order Restrictions" (1972).
+    """
+    pools: list[tuple[float, int]] = []  # (mean, number of values)
+    for value in values:
+        mean, number = value, 1
+        while pools and pools[-1][0] > mean:
+            before, many = pools.pop()
+            mean, number = (before * many + mean * number) / (many + number), many + number
+        pools.append((mean, number))
+    return [mean for mean, number in pools for _ in range(number)]
+
+
+def _kind(point: StepPoint) -> tuple[int, ...]:
+    """Return what is equal of steps that differ in one length: single prompts, or decodes of one batch."""
+    if point.decodes:
+        return (point.decodes,)
+    return () if point.prompts == 1 and not point.cached else (0, point.prompts, point.cached)
 
 
 def fit_serving(served: Served, cost: CostModel) -> ServingCosts:
