@@ -1,0 +1,198 @@
+"""Where the best layout is known it is found, as by brute force, and nothing is won for free.
+
+The profiles are formulas: of the tokens of a prompt, and of the sequences that decode in a step.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab.recommend.tables import brute_force, write_profile
+from twinpool.core.errors import ConfigError
+from twinpool.lab.metrics.limits import Limits
+from twinpool.lab.profile.bounds import colocated_rate, disaggregated_rate
+from twinpool.lab.recommend.config import RecommendConfig, WorkerKind
+from twinpool.lab.recommend.recommend import recommend_layout
+from twinpool.lab.recommend.verdict import Reason
+from twinpool.lab.simulate.config import Transfer
+from twinpool.lab.workload.workload import open_workload
+
+ALL_OF_FOUR = ("4C", "1P3D", "2P2D", "3P1D", "1P1D2C", "1P2D1C", "2P1D1C")
+PREFILL_BOUND = {"prefill": (0.0, 1e-4, 0.0), "decode": (0.002, 0.0, 0.0)}
+LONG_PROMPTS = "synthetic:prompt=1000,output=11,arrival=poisson(10),count=120"
+
+
+def question(profile: str, limits: Limits, **more: Any) -> RecommendConfig:
+    settings: dict[str, Any] = {"gpus": 4, "precision": 0.2, "has_what_if": False, **more}
+    return RecommendConfig(kinds=(WorkerKind(profile=profile),), limits=limits, **settings)
+
+
+# A prompt of 0.1 s between the tokens of an answer of 10 gaps adds 10 ms to each, so colocated workers must
+# hardly ever meet two requests; three prefill workers compute 30 prompts a second, enough for one to decode.
+PREFILL = (PREFILL_BOUND, LONG_PROMPTS, Limits(ttft_s=1.0, tpot_s=0.008), {}, {"3P1D"})
+# A step of n takes 10 + n ms: 10 sequences at once stay below 20 ms, 5 requests/s on each decode worker.
+# Who computes prompts between such steps has a first token after 1.5 steps on average, which is too late.
+DECODE = (
+    {"prefill": (0.0, 5e-5, 0.0), "decode": (0.010, 0.0, 0.001)},
+    "synthetic:prompt=100,output=101,arrival=poisson(10),count=120",
+    Limits(ttft_s=0.020, tpot_s=0.020),
+    {},
+    {"1P3D"},
+)
+# As the first, but KV of a prompt, 256 kB, takes 2.56 s: its second token comes too late wherever it is sent.
+SLOW_LINK = (
+    PREFILL_BOUND,
+    LONG_PROMPTS,
+    Limits(ttft_s=1.0, tpot_s=0.008),
+    {"transfer": Transfer(bytes_s=1e5)},
+    {"4C"},
+)
+# Prompts of 10 ms on average.  If all are alike, one prefill worker has 100 a second with little of a queue,
+# and three decode workers, 8 sequences of 0.2 s each, 120.  If one in twenty takes 162 ms, the mean square of
+# the time is 13 times as much, and so is the wait for one prefill worker; with four to go to none need wait.
+MIXED_WORK = {"prefill": (0.0, 1e-4, 0.0), "decode": (0.001, 0.0, 0.0005)}
+EQUAL = (
+    MIXED_WORK,
+    "synthetic:prompt=100,output=41,arrival=poisson(50),count=200",
+    Limits(ttft_s=0.5, tpot_s=0.005),
+    {},
+    {"1P3D"},
+)
+BIMODAL = (
+    MIXED_WORK,
+    "synthetic:prompt=bimodal(20,1620,long_share=0.05),output=41,arrival=poisson(50),count=200",
+    Limits(ttft_s=0.5, tpot_s=0.005),
+    {},
+    {"4C"},
+)
+TABLES = {
+    "prefill-bound": PREFILL,
+    "decode-bound": DECODE,
+    "slow link": SLOW_LINK,
+    "equal lengths": EQUAL,
+    "bimodal lengths": BIMODAL,
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_best_of_all_layouts_and_rates_is_found_and_is_the_one_known(name: str, tmp_path: Path) -> None:
+    table, spec, limits, more, known = TABLES[name]
+    config = question(write_profile(tmp_path, "toy", **table), limits, **more)
+    workload = open_workload(spec)
+
+    found = recommend_layout(workload, config)
+
+    brute = brute_force(workload, config, ALL_OF_FOUR, first=0, last=35)  # 1 to 590 requests per second
+    assert found.layout.name in known
+    assert brute[found.layout.name] == pytest.approx(max(brute.values()))
+    for entry in (*found.ranking.finalists, *found.ranking.others):
+        if entry.is_below:
+            assert brute[entry.layout.name] < entry.mean
+        else:
+            assert entry.values[0] == pytest.approx(brute[entry.layout.name])
+
+
+def test_a_load_that_colocated_workers_answer_is_no_reason_to_split(tmp_path: Path) -> None:
+    table, spec, limits, _, _ = PREFILL
+    config = question(write_profile(tmp_path, "toy", **table), limits, load_rate=2.0, has_mixed=False)
+
+    found = recommend_layout(open_workload(spec), config)
+
+    assert found.layout.name == "4C" and found.verdict.reason is Reason.COLOCATED_SUFFICES
+    assert found.ranking.best.layout.name == "3P1D"  # it would answer more, if more came
+
+
+@pytest.mark.parametrize(("prompt", "output"), [(100, 100), (300, 100), (100, 300)])
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_equal_gpus_without_limits_and_interference_never_answer_more_in_two_pools(
+    prompt: int, output: int, gpus: int, tmp_path: Path
+) -> None:
+    token_s = 1e-4  # of any token, prompt or answer, alone or in company
+    profile = write_profile(tmp_path, "toy", prefill=(0.0, token_s, 0.0), decode=(0.0, 0.0, token_s))
+    lengths = f"prompt=uniform({prompt // 2},{prompt}),output=uniform({output // 2},{output})"
+    workload = open_workload(f"synthetic:{lengths},count=120")
+
+    found = recommend_layout(workload, question(profile, Limits(), gpus=gpus))
+
+    assert found.stays_colocated
+    colocated = found.ranking.colocated
+    assert colocated is not None
+    for entry in (*found.ranking.finalists, *found.ranking.others):
+        assert entry.values[0] <= colocated.values[0] * (1 + 1e-9), entry.layout.name
+
+
+def test_raw_throughput_is_that_of_the_closed_forms(tmp_path: Path) -> None:
+    profile = write_profile(tmp_path, "toy", prefill=(0.0, 1e-4, 0.0), decode=(0.0, 0.0, 1e-4))
+    workload = open_workload("synthetic:prompt=100,output=101,count=400")
+
+    found = recommend_layout(workload, question(profile, Limits(), gpus=2, repeats=1))
+
+    by_name = {entry.layout.name: entry.mean for entry in found.ranking.finalists}
+    work_s = {"prefill_s": 100 * 1e-4, "decode_s": 100 * 1e-4}
+    assert by_name["2C"] == pytest.approx(colocated_rate(workers=2, **work_s))  # 100 a second
+    split = disaggregated_rate(prefill_workers=1, decode_workers=1, **work_s)
+    assert 0.9 * split < by_name["1P1D"] < by_name["2C"]
+
+
+def test_equal_questions_have_equal_answers_and_each_simulation_is_told(tmp_path: Path) -> None:
+    table, spec, limits, _, _ = PREFILL
+    config = question(
+        write_profile(tmp_path, "toy", **table), limits, gpus=2, has_what_if=True, precision=0.3
+    )
+    numbers: list[int] = []
+
+    found = recommend_layout(open_workload(spec), config, on_trial=lambda trial: numbers.append(trial.number))
+    again = recommend_layout(open_workload(spec), config)
+
+    assert json.dumps(found.to_json(), allow_nan=False) == json.dumps(again.to_json(), allow_nan=False)
+    assert numbers == list(range(1, found.num_simulations + 1))
+    assert [what_if.name for what_if in found.what_ifs] == [
+        "2 times the load",
+        "prompts 2 times as long",
+        "a link 10 times slower",
+    ]
+
+
+def test_a_layout_whose_cache_holds_too_few_tokens_is_left_out_and_said_why(tmp_path: Path) -> None:
+    small = write_profile(tmp_path, "small-toy", cache_tokens=512, **PREFILL_BOUND)
+    large = write_profile(tmp_path, "large-toy", cache_tokens=4096, **PREFILL_BOUND)
+    config = RecommendConfig(
+        kinds=(WorkerKind(profile=small), WorkerKind(profile=large)),
+        gpus=2,
+        limits=Limits(ttft_s=1.0, tpot_s=0.008),
+        precision=0.3,
+        has_what_if=False,
+    )
+
+    found = recommend_layout(open_workload(LONG_PROMPTS), config)
+
+    tried = {entry.layout.name for entry in (*found.ranking.finalists, *found.ranking.others)}
+    assert tried == {"2C(large)", "1P(large)+1D(large)"}
+    why = {misfit.layout.name: misfit.why for misfit in found.misfits}
+    assert why["1P(large)+1D(small)"] == (
+        "the KV cache of a decode worker holds 512 tokens, and 100% of the requests are longer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gpus": 0}, "recommend.gpus: is missing"),
+        ({"limits": Limits(tpot_s=0.1)}, "recommend.limits.ttft_s: is missing"),
+        ({"percentile": 0.0}, "recommend.percentile: 0.0 is not in"),
+        ({"max_layouts": 3}, "recommend.max_layouts: more than 3 are possible"),
+    ],
+)
+def test_a_question_that_has_no_answer_is_refused(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    limits = Limits(ttft_s=1.0, tpot_s=0.008)
+    config = question(write_profile(tmp_path, "toy", **PREFILL_BOUND), limits)
+
+    with pytest.raises(ConfigError, match=message):
+        recommend_layout(open_workload(LONG_PROMPTS), replace(config, **change))
