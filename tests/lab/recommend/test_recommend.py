@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -22,8 +22,10 @@ from twinpool.lab.recommend.verdict import Reason
 from twinpool.lab.simulate.config import Transfer
 from twinpool.lab.workload.workload import open_workload
 
+# Profile, workload, limits, other settings, and the best layouts.
+Case: TypeAlias = tuple[dict[str, Any], str, Limits, dict[str, Any], set[str]]
 ALL_OF_FOUR = ("4C", "1P3D", "2P2D", "3P1D", "1P1D2C", "1P2D1C", "2P1D1C")
-PREFILL_BOUND = {"prefill": (0.0, 1e-4, 0.0), "decode": (0.002, 0.0, 0.0)}
+PREFILL_BOUND: dict[str, Any] = {"prefill": (0.0, 1e-4, 0.0), "decode": (0.002, 0.0, 0.0)}
 LONG_PROMPTS = "synthetic:prompt=1000,output=11,arrival=poisson(10),count=120"
 
 
@@ -34,10 +36,10 @@ def question(profile: str, limits: Limits, **more: Any) -> RecommendConfig:
 
 # A prompt of 0.1 s between the tokens of an answer of 10 gaps adds 10 ms to each, so colocated workers must
 # hardly ever meet two requests; three prefill workers compute 30 prompts a second, enough for one to decode.
-PREFILL = (PREFILL_BOUND, LONG_PROMPTS, Limits(ttft_s=1.0, tpot_s=0.008), {}, {"3P1D"})
+PREFILL: Case = (PREFILL_BOUND, LONG_PROMPTS, Limits(ttft_s=1.0, tpot_s=0.008), {}, {"3P1D"})
 # A step of n takes 10 + n ms: 10 sequences at once stay below 20 ms, 5 requests/s on each decode worker.
 # Who computes prompts between such steps has a first token after 1.5 steps on average, which is too late.
-DECODE = (
+DECODE: Case = (
     {"prefill": (0.0, 5e-5, 0.0), "decode": (0.010, 0.0, 0.001)},
     "synthetic:prompt=100,output=101,arrival=poisson(10),count=120",
     Limits(ttft_s=0.020, tpot_s=0.020),
@@ -45,7 +47,7 @@ DECODE = (
     {"1P3D"},
 )
 # As the first, but KV of a prompt, 256 kB, takes 2.56 s: its second token comes too late wherever it is sent.
-SLOW_LINK = (
+SLOW_LINK: Case = (
     PREFILL_BOUND,
     LONG_PROMPTS,
     Limits(ttft_s=1.0, tpot_s=0.008),
@@ -55,15 +57,15 @@ SLOW_LINK = (
 # Prompts of 10 ms on average.  If all are alike, one prefill worker has 100 a second with little of a queue,
 # and three decode workers, 8 sequences of 0.2 s each, 120.  If one in twenty takes 162 ms, the mean square of
 # the time is 13 times as much, and so is the wait for one prefill worker; with four to go to none need wait.
-MIXED_WORK = {"prefill": (0.0, 1e-4, 0.0), "decode": (0.001, 0.0, 0.0005)}
-EQUAL = (
+MIXED_WORK: dict[str, Any] = {"prefill": (0.0, 1e-4, 0.0), "decode": (0.001, 0.0, 0.0005)}
+EQUAL: Case = (
     MIXED_WORK,
     "synthetic:prompt=100,output=41,arrival=poisson(50),count=200",
     Limits(ttft_s=0.5, tpot_s=0.005),
     {},
     {"1P3D"},
 )
-BIMODAL = (
+BIMODAL: Case = (
     MIXED_WORK,
     "synthetic:prompt=bimodal(20,1620,long_share=0.05),output=41,arrival=poisson(50),count=200",
     Limits(ttft_s=0.5, tpot_s=0.005),
