@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 
@@ -32,6 +33,7 @@ from twinpool.lab.calibrate.accuracy import (
     rank_correlation,
 )
 from twinpool.lab.metrics.summary import Summary
+from twinpool.lab.profile.profile import load_profile
 from twinpool.lab.study.driver import StudyStopped
 from twinpool.lab.study.folder import StudyFolder
 from twinpool.lab.study.laboratory import Laboratory
@@ -80,7 +82,7 @@ def main() -> int:
         if not args.predict_only and not _measure(studies[path], path, args.for_s):
             return 1
     scores = [score for path, settings in studies.items() for score in _scores(settings, path, str(profile))]
-    text = _told(scores)
+    text = f"{_told(scores)}\n\nThe profile was {load_profile(str(profile)).source}."
     print(text)
     if args.write:
         write_section("simulator against life", f"{text}\n\n{provenance('benchmarks.sim_accuracy')}")
@@ -139,7 +141,8 @@ def _measure(settings: StudySettings, path: Path, for_s: float) -> bool:
 
 def _scores(settings: StudySettings, path: Path, profile: str) -> Iterator[Score]:
     folder, limits = StudyFolder(path), settings.bench.limits
-    good = [cell for cell, measurement in folder.measurements().items() if not measurement.problems]
+    there = folder.measurements()
+    good = [cell for cell, measurement in there.items() if not measurement.problems]
     for rate in settings.rates:
         for arm in settings.arms:
             cells = [cell for cell in good if cell.arm == arm.name and cell.rate == rate]
@@ -152,6 +155,7 @@ def _scores(settings: StudySettings, path: Path, profile: str) -> Iterator[Score
                     layout=layout_name(arm),
                     rate=rate,
                     repeats=len(cells),
+                    load=fmean(there[cell].bench["load_before"] for cell in cells),
                     measured=mean_outcome(measured),
                     predicted=mean_outcome(predicted),
                 )
@@ -164,6 +168,7 @@ def _told(scores: list[Score]) -> str:
         rows.append(
             [
                 f"{score.layout} at {score.rate:g}/s, {score.repeats} times",
+                f"{score.load:.1f}",
                 f"{one.tokens_per_s:.1f}",
                 f"{other.tokens_per_s:.1f}",
                 f"{score.tokens_error:+.0%}",
@@ -177,7 +182,18 @@ def _told(scores: list[Score]) -> str:
                 f"{score.good_error * 100:+.0f}",
             ]
         )
-    head = ("layout", "tok/s", "sim", "error", "TTFT p50 ms", "sim", "error", "TPOT p50 ms", "sim")
+    head = (
+        "layout",
+        "load before",
+        "tok/s",
+        "sim",
+        "error",
+        "TTFT p50 ms",
+        "sim",
+        "error",
+        "TPOT p50 ms",
+        "sim",
+    )
     lines = [table((*head, "good", "sim", "points"), rows), ""]
     errors = [[abs(score.tokens_error), abs(score.ttft_error), abs(score.good_error)] for score in scores]
     for number, (name, target) in enumerate(

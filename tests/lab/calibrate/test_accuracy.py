@@ -30,7 +30,7 @@ def test_rank_correlation(pairs: list[tuple[float, float]], wanted: float | None
 
 def test_errors_are_of_the_prediction() -> None:
     predicted = Outcome(tokens_per_s=55.0, ttft_s=0.3, tpot_s=0.1, good_share=0.85)
-    score = Score(layout="2P1D", rate=1.0, repeats=1, measured=MEASURED, predicted=predicted)
+    score = Score(layout="2P1D", rate=1.0, repeats=1, load=0.5, measured=MEASURED, predicted=predicted)
 
     assert score.tokens_error == pytest.approx(0.1)
     assert score.ttft_error == pytest.approx(-0.25)

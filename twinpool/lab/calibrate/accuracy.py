@@ -36,6 +36,7 @@ class Score:
     layout: str  # as in 2P1D
     rate: float
     repeats: int
+    load: float  # of the machine before it was measured: what else ran there
     measured: Outcome
     predicted: Outcome
 
