@@ -232,7 +232,10 @@ def test_a_cancelled_call_returns_only_after_the_transfer_stopped_reading() -> N
 def test_the_blocks_of_a_sent_prompt_stay_until_the_lease_is_over() -> None:
     async def run() -> None:
         stuck = StuckTransport()
-        async with pair(TransferConfig(lease_s=0.5, whole_below_tokens=0), transport=stuck) as (prefill, decode):
+        async with pair(TransferConfig(lease_s=0.5, whole_below_tokens=0), transport=stuck) as (
+            prefill,
+            decode,
+        ):
             ticket = await decode.decode.reserve(request(LONG), sender_id="prefill")
             first = await prefill.prefill.prefill(request(LONG), ticket)
             assert first.finish is None
