@@ -15,7 +15,6 @@ from tests.patience import PATIENCE_S, eventually
 from tests.toys import request
 from twinpool.core.errors import (
     InternalError,
-    InvalidRequest,
     NoFreeBlocks,
     PromptTooLong,
     ServingError,
@@ -216,7 +215,7 @@ def test_a_first_token_that_does_not_fit_is_refused_and_ends_the_ticket(first: T
     async def run() -> None:
         async with pair() as (prefill, decode):
             ticket, _ = await delivered(prefill, decode, request(PROMPT))
-            with pytest.raises(InvalidRequest, match=r"^first: "):
+            with pytest.raises(InternalError, match=r"^first: "):
                 await resume(decode, ticket, first)
             assert await decode.is_clean()
 

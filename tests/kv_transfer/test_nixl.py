@@ -254,6 +254,7 @@ def test_a_part_larger_than_all_slots_arrives_whole() -> None:
     asyncio.run(scenario())
 
 
+@needs_nixl
 def test_a_cache_in_host_memory_is_moved_from_there_though_the_machine_has_a_gpu(
     agents: tuple[NixlAgent, NixlAgent], monkeypatch: pytest.MonkeyPatch
 ) -> None:

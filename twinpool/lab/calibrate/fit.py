@@ -85,7 +85,10 @@ def fit_serving(served: Served, cost: CostModel) -> ServingCosts:
     context = served.prompt_tokens + served.output_tokens // 2
     step_s = max(0.0, served.gap_s[0] - cost.step_s([], 1, context))
     both_ways_s = served.short_ttft_s - cost.step_s([Chunk(0, served.short_tokens)], 0, 0) - step_s
-    hop_s = max(0.0, both_ways_s / 2.0)
+    most_s = (
+        min(served.ttft_s) / 2.0
+    )  # more than half of a longer request is noise: a tiny model, a busy machine
+    hop_s = min(max(0.0, both_ways_s), most_s) / 2.0
     slowdown = [1.0]
     for prefill, decode in slowdowns(served, hop_s=hop_s)[1:]:
         slowdown.append(max(slowdown[-1], sqrt(prefill * decode)))
