@@ -67,6 +67,7 @@ def until_gone(processes: list[psutil.Process]) -> None:
     assert not alive, [process.name() for process in alive]
 
 
+@pytest.mark.slow
 def test_a_killed_study_leaves_no_process_and_goes_on_with_its_cells(model: Path, tmp_path: Path) -> None:
     server = ("--model", str(model), "--kv-memory", "4MiB", "--threads", "1")
     with comparing(tmp_path, *server) as process:

@@ -126,6 +126,7 @@ def test_recommend_layout_prints_each_layout_and_says_what_to_do() -> None:
     assert re.search(rf"^(Stay colocated: 2C|Split: {best}) answers ", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_ratio_study_compares_and_gives_the_workers_their_roles_back(server: Server, tmp_path: Path) -> None:
     done = run("ratio_study.py", str(tmp_path), "0.5", "16", url=server.client.url, timeout_s=240.0)
 

@@ -81,7 +81,12 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("name", TABLES)
+_LONG = ("equal lengths", "bimodal lengths")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in _LONG else []) for name in TABLES]
+)
 def test_the_best_of_all_layouts_and_rates_is_found_and_is_the_one_known(name: str, tmp_path: Path) -> None:
     table, spec, limits, more, known = TABLES[name]
     config = question(write_profile(tmp_path, "toy", **table), limits, **more)
