@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from twinpool.cli.bench_args import Asked, api_key_of, asked
+from twinpool.cli.lab_args import records_into
 from twinpool.cli.summary_view import show_summary
 from twinpool.core.errors import ConfigError
 from twinpool.core.open_files import allow_many_files
@@ -23,8 +24,6 @@ from twinpool.lab.bench.generator import LoadGenerator
 from twinpool.lab.bench.result import BenchResult
 from twinpool.lab.bench.run import run_bench
 from twinpool.lab.metrics.summary import Summary
-from twinpool.lab.record import Record
-from twinpool.lab.records import record_line
 from twinpool.lab.workload.traces.own import write_own
 
 _REFRESH_S = 1.0
@@ -59,7 +58,7 @@ def _measured(args: argparse.Namespace, wanted: Asked) -> BenchResult:
     """Run it with progress on the terminal; everything that was measured is in the files, also of a part."""
     allow_many_files()
     gc.freeze()  # what is there now stays: looking through it again would delay what is measured
-    with _files(args.out) as on_record, _progress(wanted) as on_start:
+    with records_into(args.out) as on_record, _progress(wanted) as on_start:
         result = run_bench(
             wanted.workload,
             wanted.config,
@@ -71,21 +70,6 @@ def _measured(args: argparse.Namespace, wanted: Asked) -> BenchResult:
         summary = json.dumps(result.to_json(), indent=2, allow_nan=False)
         (Path(args.out) / "summary.json").write_text(summary + "\n", encoding="utf-8")
     return result
-
-
-@contextmanager
-def _files(out: str | None) -> Iterator[Callable[[Record], None]]:
-    """Write each record as it comes."""
-    if out is None:
-        yield lambda record: None
-        return
-    try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        file = (Path(out) / "requests.jsonl").open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError("--out", f"{out} cannot be written: {error.strerror}") from None
-    with file:
-        yield lambda record: print(record_line(record), file=file)
 
 
 @contextmanager

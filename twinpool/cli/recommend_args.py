@@ -6,17 +6,16 @@ import argparse
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from twinpool.cli import options
-from twinpool.core.config import bind, load_yaml, merge
+from twinpool.cli.lab_args import lab_settings, limits_of, section_of, workload_of
+from twinpool.core.config import bind, merge
 from twinpool.core.errors import ConfigError
-from twinpool.core.units import parse_bytes, parse_seconds
+from twinpool.core.units import parse_bytes
 from twinpool.lab.memory.planned_model import PlannedModel
 from twinpool.lab.recommend.config import RecommendConfig
 from twinpool.lab.workload.calls import scalar, split
-from twinpool.lab.workload.workload import Workload, open_workload
+from twinpool.lab.workload.workload import Workload
 
 _PRICES = ("cost", "watts", "memory")
 
@@ -36,19 +35,11 @@ def asked(args: argparse.Namespace) -> Asked:
     Raises:
         ConfigError: A setting is unknown or cannot work, or no workload or no profile is named.
     """
-    file = {} if args.config is None else load_yaml(Path(args.config))
-    given = merge(file, options.settings(args))
-    for name in given:
-        if name not in ("workload", "recommend"):
-            raise ConfigError(name, "is none of recommend, workload")
-    spec = args.workload or given.get("workload")
-    if not isinstance(spec, str | Mapping):
-        raise ConfigError("workload", "is missing, as in synthetic:arrival=poisson(2),count=400")
-    question = given.get("recommend", {})
-    if not isinstance(question, Mapping):
-        raise ConfigError("recommend", "is not a mapping")
+    given = lab_settings(args, "recommend", "workload")
+    workload = workload_of(args, given, count=400)
+    question = section_of(given, "recommend")
     config = bind(RecommendConfig, merge(question, _of_options(args, question)), "recommend")
-    return Asked(workload=open_workload(spec), config=config, model=_model(args))
+    return Asked(workload=workload, config=config, model=_model(args))
 
 
 def _of_options(args: argparse.Namespace, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,11 +48,7 @@ def _of_options(args: argparse.Namespace, question: Mapping[str, Any]) -> dict[s
         told["kinds"] = [read_kind(text) for text in args.profile]
     elif "kinds" not in question:
         raise ConfigError("--profile", "is missing, as in h100-llama-3.1-8b:cost=2.5")
-    limits = {
-        f"{name}_s": parse_seconds(text, field=f"--{name}")
-        for name, text in (("ttft", args.ttft), ("tpot", args.tpot))
-        if text is not None
-    }
+    limits = limits_of(args)
     if limits:
         told["limits"] = limits
     if args.bandwidth is not None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from time import process_time
@@ -14,13 +12,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from twinpool.cli.lab_args import records_into
 from twinpool.cli.simulate_args import Asked, asked
 from twinpool.cli.summary_view import show_summary
 from twinpool.core.config import unbind
-from twinpool.core.errors import ConfigError
 from twinpool.lab.profile.profile import load_links, load_profile, profile_names
-from twinpool.lab.record import Record
-from twinpool.lab.records import record_line
 from twinpool.lab.simulate.result import SimulationResult
 from twinpool.lab.simulate.simulation import run_simulation
 
@@ -34,7 +30,7 @@ def simulate(args: argparse.Namespace) -> int:
         return 0
     wanted = asked(args)
     began_s = process_time()
-    with _file(args.out) as on_record:
+    with records_into(args.out) as on_record:
         result = run_simulation(wanted.workload, wanted.config, limits=wanted.limits, on_record=on_record)
     told = _told(wanted, result)
     if args.out is not None:
@@ -45,21 +41,6 @@ def simulate(args: argparse.Namespace) -> int:
     else:
         _show(wanted, result, cpu_s=process_time() - began_s)
     return 0 if result.summary.num_answered else 1
-
-
-@contextmanager
-def _file(out: str | None) -> Iterator[Callable[[Record], None] | None]:
-    """Write each record as it is made."""
-    if out is None:
-        yield None
-        return
-    try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        file = (Path(out) / "requests.jsonl").open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError("--out", f"{out} cannot be written: {error.strerror}") from None
-    with file:
-        yield lambda record: print(record_line(record), file=file)
 
 
 def _told(wanted: Asked, result: SimulationResult) -> dict[str, Any]:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from twinpool.cli import options
-from twinpool.core.config import bind, load_yaml, merge
+from twinpool.cli.lab_args import lab_settings, limits_of, section_of, workload_of
+from twinpool.core.config import bind
 from twinpool.core.errors import ConfigError
 from twinpool.core.ports import Role
-from twinpool.core.units import parse_bytes, parse_seconds
+from twinpool.core.units import parse_bytes
 from twinpool.lab.metrics.limits import Limits
 from twinpool.lab.simulate.config import SimulationConfig, parse_layout
-from twinpool.lab.workload.workload import Workload, open_workload
+from twinpool.lab.workload.workload import Workload
 
 _LAYOUT = "1P1D"
 
@@ -35,28 +34,16 @@ def asked(args: argparse.Namespace) -> Asked:
     Raises:
         ConfigError: A setting is unknown or cannot work, or no workload or no profile is named.
     """
-    file = {} if args.config is None else load_yaml(Path(args.config))
-    given = merge(file, options.settings(args))
-    for name in given:
-        if name not in ("workload", "simulation", "engine"):
-            raise ConfigError(name, "is none of engine, simulation, workload")
-    spec = args.workload or given.get("workload")
-    if not isinstance(spec, str | Mapping):
-        raise ConfigError("workload", "is missing, as in synthetic:arrival=poisson(2),count=100")
-    workload = open_workload(spec)
+    given = lab_settings(args, "engine", "simulation", "workload")
+    workload = workload_of(args, given)
     if args.speed is not None:
         workload = workload.at_speed(args.speed)
-    limits = {
-        f"{name}_s": parse_seconds(text, field=f"--{name}")
-        for name, text in (("ttft", args.ttft), ("tpot", args.tpot))
-        if text is not None
-    }
-    simulation = _mapping("simulation", given.get("simulation", {}))
+    simulation = section_of(given, "simulation")
     config = bind(SimulationConfig, {**simulation, **_pools(args, given, simulation)}, "simulation")
     if args.bandwidth is not None:
         bytes_s = float(parse_bytes(args.bandwidth, field="--bandwidth"))
         config = replace(config, transfer=replace(config.transfer, bytes_s=bytes_s))
-    return Asked(workload=workload, config=config, limits=Limits(**limits))
+    return Asked(workload=workload, config=config, limits=Limits(**limits_of(args)))
 
 
 def _pools(
@@ -69,7 +56,7 @@ def _pools(
         return {}
     if args.profile is None:
         raise ConfigError("--profile", "is missing, as in h100-llama-3.1-8b; --profiles lists them")
-    engine = _mapping("engine", given.get("engine", {}))
+    engine = section_of(given, "engine")
     return {
         "pools": [
             {
@@ -81,9 +68,3 @@ def _pools(
             for role, workers in parse_layout(args.layout or _LAYOUT)
         ]
     }
-
-
-def _mapping(name: str, value: object) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(name, "is not a mapping")
-    return value
