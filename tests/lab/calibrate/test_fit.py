@@ -13,7 +13,7 @@ from twinpool.core.ports import Role
 from twinpool.engine.load import ModelSpec
 from twinpool.lab.calibrate.calibration import Calibration
 from twinpool.lab.calibrate.config import CalibrateConfig
-from twinpool.lab.calibrate.fit import fit_serving, fit_times, rising, slowdowns
+from twinpool.lab.calibrate.fit import fit_serving, fit_times, rising
 from twinpool.lab.calibrate.points import StepTiming, grid
 from twinpool.lab.calibrate.serving import Served
 from twinpool.lab.calibrate.steps import EngineTimes
@@ -38,6 +38,7 @@ SERVED = Served(
     output_tokens=24,
     ttft_s=(0.274192 + 0.008, 0.274192 * 1.5 + 0.008, 0.274192 * 2 + 0.008),
     gap_s=(0.01314 + 0.002, 0.01514 * 1.5, 0.01514 * 4.5),
+    beside_s=(0.274192 + 0.008, 0.274192 * 1.7 + 0.008, 0.274192 * 3 + 0.008),
 )
 TRANSFERS = tuple(
     TransferTiming(transport="shm", num_bytes=size, seconds=0.001 + size / 2e9)
@@ -108,9 +109,16 @@ def test_what_serving_adds_is_found_beside_the_steps() -> None:
 
     assert costs.step_s == pytest.approx(0.002)
     assert costs.hop_s == pytest.approx(0.004)
-    # Prompts and decodes of two workers take 1.5 times as long; of three 2 and 4.5 times, 3 in the mean.
-    assert costs.slowdown == pytest.approx((1.0, 1.5, 3.0))
-    assert slowdowns(SERVED, hop_s=0.004)[2] == pytest.approx((2.0, 4.5))
+    # A prompt takes 1.5 times as long beside another and 1.7 beside a decode, 1.6 in the mean.
+    assert costs.slowdown is not None and costs.slowdown.prompts == pytest.approx((1.0, 1.6, 2.5))
+    assert costs.slowdown.decodes == pytest.approx((1.0, 1.5, 4.5))
+
+
+def test_noise_that_makes_more_workers_faster_is_not_believed() -> None:
+    served = replace(SERVED, gap_s=(0.01514, 0.01514 * 0.9, 0.01514 * 1.2))
+
+    slowdown = fit_serving(served, fit_times(STEPS).cost_model()).slowdown
+    assert slowdown is not None and slowdown.decodes == pytest.approx((1.0, 1.0, 1.2))
 
 
 def test_a_link_is_the_line_through_its_transfers() -> None:
@@ -142,7 +150,7 @@ def test_a_written_profile_loads_says_where_it_is_from_and_simulates(tmp_path: P
         "twinpool 0.1.0" in profile.engine
         and profile.hardware == "a processor, 2 cores, 1 of them for a worker"
     )
-    assert set(profile.transfers) == {"shm"} and profile.slowdown == pytest.approx((1.0, 1.5, 3.0))
+    assert set(profile.transfers) == {"shm"} and profile.slowdown == calibration().costs.slowdown
     # Four ways of 4 ms (reserve, its answer, prefill, its answer) and a step that serving makes 2 ms longer.
     assert records[0].ttft_s == pytest.approx(4 * 0.004 + 0.274192 + 0.002)
     assert records[0].kv_bytes == 128 * 512  # a token: 2 layers x key and value x 2 heads x 16 x 4 bytes
@@ -161,7 +169,7 @@ def test_a_calibration_says_how_many_of_its_steps_were_unsteady() -> None:
 def test_without_a_server_a_profile_has_steps_and_transfers_alone() -> None:
     profile = calibration(served=None).profile(command="c")
 
-    assert (profile.hop_s, profile.slowdown) == (0.0, ())
+    assert (profile.hop_s, profile.slowdown) == (0.0, None)
     assert profile.measured == fit_times(STEPS)
 
 

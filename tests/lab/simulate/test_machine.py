@@ -12,6 +12,7 @@ from twinpool.core.errors import ConfigError
 from twinpool.core.ports import Role
 from twinpool.lab.profile.polynomial import Polynomial
 from twinpool.lab.profile.profile import load_profile
+from twinpool.lab.profile.slowdown import Slowdown
 from twinpool.lab.record import Record
 from twinpool.lab.simulate.config import Pool, SimulationConfig
 from twinpool.lab.simulate.machine import Machine
@@ -19,15 +20,15 @@ from twinpool.lab.simulate.simulation import run_simulation
 from twinpool.lab.simulate.timetable import Timetable
 from twinpool.lab.workload.item import WorkItem
 
-SLOWDOWN = (1.0, 1.25, 2.0)
+SLOWDOWN = Slowdown(prompts=(1.0, 1.25, 2.0), decodes=(1.0, 1.5, 3.0))
 
 
 def test_a_step_takes_longer_as_long_as_another_one_runs() -> None:
     timetable, ends = Timetable(), {}
-    machine = Machine((1.0, 2.0), timetable)
+    machine = Machine(Slowdown(prompts=(1.0, 2.0), decodes=(1.0, 2.0)), timetable)
 
     def begin(name: str, work_s: float) -> None:
-        machine.begin(work_s, lambda: ends.update({name: timetable.now_s()}))
+        machine.begin(work_s, lambda: ends.update({name: timetable.now_s()}), has_prompt=False)
 
     timetable.at(0.0, lambda: begin("long", 3.0))
     timetable.at(1.0, lambda: begin("short", 0.5))
@@ -38,10 +39,25 @@ def test_a_step_takes_longer_as_long_as_another_one_runs() -> None:
     assert ends == {"short": pytest.approx(2.0), "long": pytest.approx(3.5)}
 
 
-def test_beyond_what_was_measured_the_cores_are_shared() -> None:
-    machine = Machine(SLOWDOWN, Timetable())
+def test_prompts_and_decodes_are_slowed_down_by_their_own_measure() -> None:
+    timetable, ends = Timetable(), {}
+    machine = Machine(Slowdown(prompts=(1.0, 2.0), decodes=(1.0, 1.25)), timetable)
 
-    assert [machine.pace(busy) for busy in (1, 2, 3, 6)] == [1.0, 1.25, 2.0, 4.0]
+    def begin(name: str, work_s: float) -> None:
+        machine.begin(work_s, lambda: ends.update({name: timetable.now_s()}), has_prompt=name == "prompt")
+
+    timetable.at(0.0, lambda: begin("prompt", 3.0))
+    timetable.at(1.0, lambda: begin("decode", 0.8))
+    while timetable.next():
+        pass
+
+    # The prompt is alone for 1 s; then 0.8 s of decode take 1 s, in which it gets 0.5 s; then 1.5 s alone.
+    assert ends == {"decode": pytest.approx(2.0), "prompt": pytest.approx(3.5)}
+
+
+def test_beyond_what_was_measured_the_cores_are_shared() -> None:
+    assert [SLOWDOWN.of(busy, has_prompt=True) for busy in (1, 2, 3, 6)] == [1.0, 1.25, 2.0, 4.0]
+    assert [SLOWDOWN.of(busy, has_prompt=False) for busy in (1, 2, 3, 6)] == [1.0, 1.5, 3.0, 6.0]
 
 
 def records_of(tmp_path: Path, workers: int, items: list[WorkItem]) -> list[Record]:
@@ -58,21 +74,24 @@ def records_of(tmp_path: Path, workers: int, items: list[WorkItem]) -> list[Reco
     return sorted(records, key=lambda record: record.index)
 
 
-@pytest.mark.parametrize(("workers", "factor"), [(1, 1.0), (2, 1.25), (3, 2.0)])
-def test_workers_of_one_machine_slow_each_other_down(tmp_path: Path, workers: int, factor: float) -> None:
+@pytest.mark.parametrize(("workers", "prompt", "decode"), [(1, 1.0, 1.0), (2, 1.25, 1.5), (3, 2.0, 3.0)])
+def test_workers_of_one_machine_slow_each_other_down(
+    tmp_path: Path, workers: int, prompt: float, decode: float
+) -> None:
     items = [
         WorkItem(index=number, arrival_s=0.0, prompt_tokens=16, output_tokens=3) for number in range(workers)
     ]
 
     for record in records_of(tmp_path, workers, items):
-        assert record.first_token_s == pytest.approx(0.01 + 1.0 * factor)
-        assert record.gaps_s == pytest.approx([0.1 * factor] * 2)
+        assert record.first_token_s == pytest.approx(0.01 + 1.0 * prompt)
+        assert record.gaps_s == pytest.approx([0.1 * decode] * 2)
 
 
 @pytest.mark.parametrize(
     ("slowdown", "problem"),
     [((1.1, 1.2), "is not 1 of one"), ((1.0,), "is not 1 of one"), ((1.0, 2.0, 1.5), "is less of more")],
 )
-def test_a_slowdown_that_cannot_be_is_refused(slowdown: tuple[float, ...], problem: str) -> None:
-    with pytest.raises(ConfigError, match=f"slowdown: {problem}"):
-        replace(load_profile("a100-opt-13b"), slowdown=slowdown)
+@pytest.mark.parametrize("name", ["prompts", "decodes"])
+def test_a_slowdown_that_cannot_be_is_refused(slowdown: tuple[float, ...], problem: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"slowdown.{name}: {problem}"):
+        replace(SLOWDOWN, **{name: slowdown})

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from itertools import accumulate
+from statistics import fmean
 
 from twinpool.lab.calibrate.points import StepPoint, StepTiming
 from twinpool.lab.calibrate.serving import Served
 from twinpool.lab.profile.cost import Chunk, CostModel
 from twinpool.lab.profile.measured import Measured
+from twinpool.lab.profile.slowdown import Slowdown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +21,7 @@ class ServingCosts:
 
     step_s: float = 0.0  # to each of them: the turn of the worker's thread, and the streams of its tokens
     hop_s: float = 0.0  # from client or router to worker, and back, each
-    slowdown: tuple[float, ...] = ()  # as in ``Profile``
+    slowdown: Slowdown | None = None  # as in ``Profile``
 
 
 def fit_times(steps: Sequence[StepTiming], *, step_s: float = 0.0) -> Measured:
@@ -75,9 +77,6 @@ def _kind(point: StepPoint) -> tuple[int, ...]:
 def fit_serving(served: Served, cost: CostModel) -> ServingCosts:
     """Return what is left of a served request when the steps of its engine are taken away.
 
-    Prompts and decodes are slowed down differently, decodes more where memory is the limit; the profile has
-    one value for both, the geometric mean.
-
     Args:
         served: As measured.
         cost: Of the engine, alone.
@@ -85,20 +84,22 @@ def fit_serving(served: Served, cost: CostModel) -> ServingCosts:
     context = served.prompt_tokens + served.output_tokens // 2
     step_s = max(0.0, served.gap_s[0] - cost.step_s([], 1, context))
     both_ways_s = served.short_ttft_s - cost.step_s([Chunk(0, served.short_tokens)], 0, 0) - step_s
-    most_s = (
-        min(served.ttft_s) / 2.0
-    )  # more than half of a longer request is noise: a tiny model, a busy machine
+    most_s = min(served.ttft_s) / 2.0  # more is noise: a tiny model, a busy machine
     hop_s = min(max(0.0, both_ways_s), most_s) / 2.0
-    slowdown = [1.0]
-    for prefill, decode in slowdowns(served, hop_s=hop_s)[1:]:
-        slowdown.append(max(slowdown[-1], sqrt(prefill * decode)))
-    return ServingCosts(step_s=step_s, hop_s=hop_s, slowdown=tuple(slowdown) if len(slowdown) > 1 else ())
+    return ServingCosts(step_s=step_s, hop_s=hop_s, slowdown=_slowdown(served, hop_s=hop_s))
 
 
-def slowdowns(served: Served, *, hop_s: float) -> list[tuple[float, float]]:
-    """Return how many times as long a prompt and a decode take while so many workers compute, one first."""
-    alone_s = served.ttft_s[0] - 2.0 * hop_s
-    return [
-        ((ttft_s - 2.0 * hop_s) / alone_s, gap_s / served.gap_s[0])
-        for ttft_s, gap_s in zip(served.ttft_s, served.gap_s, strict=True)
+def _slowdown(served: Served, *, hop_s: float) -> Slowdown | None:
+    """Return how workers slow each other down: a prompt as in the mean of others that prefill and decode."""
+    if len(served.ttft_s) < 2:
+        return None
+    both_ways_s, alone_s = 2.0 * hop_s, served.ttft_s[0] - 2.0 * hop_s
+    prompts = [
+        (fmean(both) - both_ways_s) / alone_s for both in zip(served.ttft_s, served.beside_s, strict=True)
     ]
+    decodes = [gap_s / served.gap_s[0] for gap_s in served.gap_s]
+    return Slowdown(prompts=_growing_from_one(prompts), decodes=_growing_from_one(decodes))
+
+
+def _growing_from_one(values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(accumulate((1.0, *values[1:]), max))

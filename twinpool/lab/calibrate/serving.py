@@ -1,8 +1,9 @@
 """Measures what a request meets beside the steps of its engine, at a running server of colocated workers.
 
 One request alone shows what router, network and streams add.  Then one on each of two workers, of three and
-so on: they share the cores of this machine with each other and with the router, and how much longer each
-takes is all that a profile says of that.
+so on, which prefill at once and then decode at once; and again one after the other, so that each prompt is
+computed while those before it decode.  They share the cores of this machine with each other and with the
+router, and how much longer each takes is all that a profile says of that.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from twinpool.core.errors import Unavailable
 from twinpool.lab.bench.config import BenchConfig
@@ -21,6 +23,7 @@ from twinpool.lab.workload.workload import open_workload
 
 _OUTPUT_TOKENS = 24
 _WARM_EACH = 2  # requests for each worker
+_APART = 1.25  # times of a prompt, from one request to the next: the one before decodes by then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,7 @@ class Served:
         short_tokens, short_ttft_s: A prompt that takes one short step, alone.
         prompt_tokens, output_tokens: Of the others.
         ttft_s, gap_s: Time to their first token, and from one token to the next.
+        beside_s: Time to the first token of one, while ``k - 1`` others decode.
     """
 
     short_tokens: int
@@ -39,6 +43,7 @@ class Served:
     output_tokens: int
     ttft_s: tuple[float, ...]
     gap_s: tuple[float, ...]
+    beside_s: tuple[float, ...]
 
 
 def measure_serving(config: CalibrateConfig, url: str, *, progress: Progress) -> Served:
@@ -56,6 +61,7 @@ def measure_serving(config: CalibrateConfig, url: str, *, progress: Progress) ->
     short_s: list[float] = []
     ttft_s: list[list[float]] = [[] for _ in range(config.workers)]
     gap_s: list[list[float]] = [[] for _ in range(config.workers)]
+    beside_s: list[list[float]] = [[] for _ in range(config.workers)]
     ask = _Client(url).ask
     progress("serving: warm-up", 0, config.repeats)
     ask(_WARM_EACH * config.workers, prompt, _OUTPUT_TOKENS)
@@ -66,6 +72,10 @@ def measure_serving(config: CalibrateConfig, url: str, *, progress: Progress) ->
             records = ask(number + 1, prompt, _OUTPUT_TOKENS)
             ttft_s[number] += _values(records, lambda record: record.ttft_s)
             gap_s[number] += _values(records, lambda record: record.tpot_s)
+        every_s = _APART * max(map(statistics.median, ttft_s))
+        lasting = ceil(config.workers * every_s / statistics.median(gap_s[0]))
+        for number, record in enumerate(ask(config.workers, prompt, lasting, every_s=every_s)):
+            beside_s[number] += _values([record], lambda record: record.ttft_s)
     return Served(
         short_tokens=short,
         short_ttft_s=statistics.median(short_s),
@@ -73,6 +83,7 @@ def measure_serving(config: CalibrateConfig, url: str, *, progress: Progress) ->
         output_tokens=_OUTPUT_TOKENS,
         ttft_s=tuple(map(statistics.median, ttft_s)),
         gap_s=tuple(map(statistics.median, gap_s)),
+        beside_s=tuple(map(statistics.median, beside_s)),
     )
 
 
@@ -83,17 +94,21 @@ class _Client:
         self._url = url
         self._seed = 0
 
-    def ask(self, count: int, prompt_tokens: int, output_tokens: int) -> Sequence[Record]:
+    def ask(
+        self, count: int, prompt_tokens: int, output_tokens: int, *, every_s: float = 0.0
+    ) -> Sequence[Record]:
+        """Return the records in the order in which requests were sent: at once, or every ``every_s``."""
         self._seed += 1
+        arrival = f"constant({1.0 / every_s})" if every_s else "at_once"
         workload = open_workload(
-            f"synthetic:prompt={prompt_tokens},output={output_tokens},arrival=at_once,count={count}"
+            f"synthetic:prompt={prompt_tokens},output={output_tokens},arrival={arrival},count={count}"
         )
         records: list[Record] = []
         run_bench(workload, BenchConfig(url=self._url, warmup=0, seed=self._seed), on_record=records.append)
         for record in records:
             if record.error:
                 raise Unavailable(f"a request of the calibration was not answered: {record.error}")
-        return records
+        return sorted(records, key=lambda record: record.index)
 
 
 def _values(records: Sequence[Record], value: Callable[[Record], float | None]) -> list[float]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 from twinpool.core.config import bind, load_yaml
@@ -17,6 +16,7 @@ from twinpool.lab.profile.batch_tokens import BatchTokens
 from twinpool.lab.profile.cost import CostModel
 from twinpool.lab.profile.measured import Measured
 from twinpool.lab.profile.polynomial import Polynomial
+from twinpool.lab.profile.slowdown import Slowdown
 
 _SHIPPED = Path(__file__).parent / "data"
 _LINKS = "links.yaml"
@@ -59,8 +59,7 @@ class Profile:
         measured, polynomial, batch_tokens: The times; one of the three.
         transfers: By transport, as measured with this worker.
         hop_s: From the router to the worker, and back, each; for simulations that say none.
-        slowdown: How many times as long a step takes while so many workers compute, one worker first: all
-            workers of this profile then share the one machine that was measured.  Empty: each has its own.
+        slowdown: Workers of this profile share the one machine that was measured.  None: each has its own.
     """
 
     name: str
@@ -76,7 +75,7 @@ class Profile:
     batch_tokens: BatchTokens | None = None
     transfers: Mapping[str, Link] = field(default_factory=dict)
     hop_s: float = 0.0
-    slowdown: tuple[float, ...] = ()
+    slowdown: Slowdown | None = None
 
     def __post_init__(self) -> None:
         if len(self._times()) != 1:
@@ -85,10 +84,6 @@ class Profile:
             raise ConfigError("kv_cache_bytes", f"{self.kv_cache_bytes} is less than 1")
         if self.hop_s < 0.0:
             raise ConfigError("hop_s", f"{self.hop_s} is less than 0")
-        if self.slowdown and (self.slowdown[0] != 1.0 or len(self.slowdown) < 2):
-            raise ConfigError("slowdown", "is not 1 of one worker, and then a value for each number of them")
-        if any(fewer > more for fewer, more in pairwise(self.slowdown)):
-            raise ConfigError("slowdown", "is less of more workers")
 
     def cost_model(self) -> CostModel:
         """Return the times of any step."""

@@ -1,14 +1,16 @@
 """Workers of one machine share its cores: while more of them compute, each step takes longer.
 
-The model is one number for each count of busy workers, the same for prompts and decodes; who computes gets an
-equal share at every moment.  Work is counted as the time that a step would take alone.
+How much longer is one number for each count of busy workers, for steps with a prompt in them and for steps
+that only decode; who computes goes on at that pace at every moment.  Work is counted as the time that a step
+would take alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from heapq import heappop, heappush
 
+from twinpool.lab.profile.slowdown import Slowdown
 from twinpool.lab.simulate.timetable import Timetable
 
 
@@ -16,51 +18,81 @@ class Machine:
     """What workers of one machine run their steps on.
 
     Args:
-        slowdown: How many times as long a step takes while so many workers compute, one worker first.  Beyond
-            the last one it grows in proportion, as cores that are all busy are shared.
+        slowdown: As it was measured.
         timetable: Of the simulation.
     """
 
-    def __init__(self, slowdown: Sequence[float], timetable: Timetable) -> None:
-        assert slowdown, "a machine without a measured worker"
+    def __init__(self, slowdown: Slowdown, timetable: Timetable) -> None:
         self._slowdown = slowdown
         self._timetable = timetable
-        self._steps: list[tuple[float, int, Callable[[], None]]] = []  # (_done_s at its end, number, action)
-        self._done_s = 0.0  # work done for each of those that computed all the time
-        self._at_s = 0.0  # when that was so
+        self._prompts, self._decodes = _Steps(), _Steps()
+        self._at_s = 0.0  # up to when what is done is counted
         self._number = 0
 
-    def pace(self, num_busy: int) -> float:
-        """Return how many times as long a step takes while so many workers compute."""
-        most = len(self._slowdown)
-        return self._slowdown[min(num_busy, most) - 1] * max(1.0, num_busy / most)
-
-    def begin(self, work_s: float, on_end: Callable[[], None]) -> float:
+    def begin(self, work_s: float, on_end: Callable[[], None], *, has_prompt: bool) -> float:
         """Run a step that alone would take ``work_s``; return when it ends if nothing else begins or ends."""
         self._advance()
         self._number += 1
-        heappush(self._steps, (self._done_s + work_s, self._number, on_end))
+        (self._prompts if has_prompt else self._decodes).add(work_s, self._number, on_end)
         self._expect()
-        return self._at_s + work_s * self.pace(len(self._steps))
+        return self._at_s + work_s * self._pace(has_prompt)
+
+    def _pace(self, has_prompt: bool) -> float:
+        return self._slowdown.of(self._prompts.count + self._decodes.count, has_prompt=has_prompt)
 
     def _advance(self) -> None:
         now_s = self._timetable.now_s()
-        if self._steps:
-            self._done_s += (now_s - self._at_s) / self.pace(len(self._steps))
+        for steps, has_prompt in ((self._prompts, True), (self._decodes, False)):
+            if steps.count:
+                steps.done_s += (now_s - self._at_s) / self._pace(has_prompt)
         self._at_s = now_s
 
     def _expect(self) -> None:
         """Expect the end of the step that is done first, as things are now."""
         self._number += 1
         number = self._number
-        left_s = max(0.0, self._steps[0][0] - self._done_s) * self.pace(len(self._steps))
-        self._timetable.at(self._at_s + left_s, lambda: self._end(number))
+        left_s, steps = min(
+            (
+                (steps.left_s * self._pace(has_prompt), steps)
+                for steps, has_prompt in ((self._prompts, True), (self._decodes, False))
+                if steps.count
+            ),
+            key=lambda end: end[0],
+        )
+        self._timetable.at(self._at_s + left_s, lambda: self._end(number, steps))
 
-    def _end(self, number: int) -> None:
+    def _end(self, number: int, steps: _Steps) -> None:
         if number != self._number:  # something began meanwhile
             return
         self._advance()
-        _, _, on_end = heappop(self._steps)
-        if self._steps:
+        on_end = steps.take_first()
+        if self._prompts.count + self._decodes.count:
             self._expect()
         on_end()
+
+
+class _Steps:
+    """Steps that run at one pace.
+
+    Attributes:
+        done_s: Work done for each of those that computed all the time.
+    """
+
+    def __init__(self) -> None:
+        self.done_s = 0.0
+        self._ends: list[tuple[float, int, Callable[[], None]]] = []  # (done_s at its end, number, action)
+
+    @property
+    def count(self) -> int:
+        return len(self._ends)
+
+    @property
+    def left_s(self) -> float:
+        """Work left for the one that ends first."""
+        return max(0.0, self._ends[0][0] - self.done_s)
+
+    def add(self, work_s: float, number: int, on_end: Callable[[], None]) -> None:
+        heappush(self._ends, (self.done_s + work_s, number, on_end))
+
+    def take_first(self) -> Callable[[], None]:
+        return heappop(self._ends)[2]

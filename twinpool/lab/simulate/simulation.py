@@ -249,7 +249,7 @@ class Simulation:
 
     def _machine(self, name: str) -> Machine | None:
         slowdown = self._profiles[name].slowdown
-        if slowdown and name not in self._machines:
+        if slowdown is not None and name not in self._machines:
             self._machines[name] = Machine(slowdown, self.timetable)
         return self._machines.get(name)
 

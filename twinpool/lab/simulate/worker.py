@@ -241,7 +241,11 @@ class SimulatedWorker:
         _check_time(self._runner.step_s, self.info)
         self._step = result
         if self._machine is not None:
-            end_s = self._machine.begin(self._runner.step_s, lambda: self._end_shared_step(now_s))
+            end_s = self._machine.begin(
+                self._runner.step_s,
+                lambda: self._end_shared_step(now_s),
+                has_prompt=bool(self._runner.prompts),
+            )
         else:
             end_s = now_s + self._runner.step_s
             self.busy_s += self._runner.step_s
