@@ -34,7 +34,7 @@ LONG_PROMPTS = tuple(
     Ask(prompt=tuple((i * i + 7 * number) % 256 for i in range(1800)), max_tokens=20, is_new=True)
     for number in range(2)
 )
-LONG_ANSWERS = tuple(Ask(prompt=f"tell me story {number}", max_tokens=200) for number in range(2))
+LONG_ANSWERS = tuple(Ask(prompt=f"tell me story {number}", max_tokens=500) for number in range(2))
 
 
 @contextmanager
