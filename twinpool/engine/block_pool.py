@@ -50,7 +50,7 @@ class BlockPool:
         self._prefixes = prefixes
         self._free = list(range(num_blocks - 1, -1, -1))  # the next to be taken last: what was free shortest
         self._cached: OrderedDict[int, None] = OrderedDict()  # the next to be evicted first
-        self._private: dict[int, dict[int, None]] = {}  # by owner: blocks that nobody else ever had a way to
+        self._private: dict[int, set[int]] = {}  # by owner: blocks that nobody else ever had a way to
         self._owners: dict[int, set[int]] = {}  # by block: of those that were published and are held
         self._draining: set[tuple[int, int]] = set()  # (block, owner)
 
@@ -99,9 +99,9 @@ class BlockPool:
         private = self._private
         for owner, block in zip(owners, blocks, strict=True):
             if owner in private:
-                private[owner][block] = None
+                private[owner].add(block)
             else:
-                private[owner] = {block: None}
+                private[owner] = {block}
         return blocks
 
     def publish(self, owner: int, block: int, name: BlockName, *, after: int | None) -> bool:
@@ -116,7 +116,7 @@ class BlockPool:
         self._check_owner(owner, [block] if after is None else [after, block])
         if not self._prefixes.add(block, name, after=after):
             return False
-        del self._private[owner][block]
+        self._private[owner].remove(block)
         self._owners[block] = {owner}
         for twin in self._prefixes.twins(block):
             if twin in self._cached:  # one is enough, and this one is in use
@@ -136,15 +136,15 @@ class BlockPool:
         assert len(names) == len(blocks), "a block is freed twice"
         if self._draining:
             self._draining.difference_update((block, owner) for block in blocks)
-        private = self._private.get(owner, {})
-        if private.keys() == names:  # nobody else knows any of them
+        private = self._private.get(owner, set())
+        if private == names:  # nobody else knows any of them
             self._private.pop(owner, None)
             self._free.extend(reversed(blocks))
             return
         self._check_owner(owner, blocks)
         for block in reversed(blocks):
             if block in private:
-                del private[block]
+                private.remove(block)
                 self._free.append(block)
                 continue
             owners = self._owners[block]
@@ -193,7 +193,10 @@ class BlockPool:
     def _take_empty(self, owner: int, num_blocks: int) -> list[int]:
         """Give ``owner`` so many blocks that hold nothing; there is room."""
         blocks = self._empty(num_blocks)
-        self._private.setdefault(owner, {}).update(dict.fromkeys(blocks))
+        if owner in self._private:
+            self._private[owner].update(blocks)
+        else:
+            self._private[owner] = set(blocks)
         return blocks
 
     def _empty(self, num_blocks: int) -> list[int]:
@@ -201,13 +204,14 @@ class BlockPool:
         num_free = min(num_blocks, len(self._free))
         blocks = self._free[: -num_free - 1 : -1]
         del self._free[len(self._free) - num_free :]
-        for _ in range(num_blocks - len(blocks)):
+        for _ in range(num_blocks - num_free):
             block, _ = self._cached.popitem(last=False)
             self._prefixes.remove(block)
             self.num_evicted += 1
             blocks.append(block)
-        assert self._prefixes.blocks.isdisjoint(blocks), "a block is not empty"
-        assert self._owners.keys().isdisjoint(blocks), "a block is not free"
+        findable = self._prefixes.blocks
+        assert not findable or findable.isdisjoint(blocks), "a block is not empty"
+        assert not self._owners or self._owners.keys().isdisjoint(blocks), "a block is not free"
         return blocks
 
     def _let_go(self, block: int) -> None:
@@ -220,7 +224,7 @@ class BlockPool:
         self._free.append(block)
 
     def _check_owner(self, owner: int, blocks: Sequence[int]) -> None:
-        private = self._private.get(owner, {})
+        private = self._private.get(owner, ())
         for block in blocks:
             is_owned = block in private or owner in self._owners.get(block, ())
             assert is_owned, f"block {block} is not owned by {owner}"

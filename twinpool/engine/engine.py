@@ -163,7 +163,7 @@ class Engine:
 
     def abort(self, sequence: SequenceState) -> None:
         """End a request; under a transfer its blocks stay until ``drained``.  Idempotent."""
-        if sequence.status in (SequenceStatus.DRAINING, SequenceStatus.FINISHED):
+        if sequence.is_over:
             return
         self._scheduler.counters["aborted"] += 1
         self._scheduler.end(sequence)

@@ -127,7 +127,7 @@ class Scheduler:
 
     def end(self, sequence: SequenceState) -> None:
         """End a request that gets no more tokens; its blocks drain first if a transfer may touch them."""
-        if sequence.status in (SequenceStatus.DRAINING, SequenceStatus.FINISHED):
+        if sequence.is_over:
             return
         is_under_transfer = sequence.is_under_transfer
         self._leave_line(sequence)
@@ -270,8 +270,10 @@ class Scheduler:
         ended: list[SequenceState] = []
         for place, sequence in enumerate(sequences):
             known = len(sequence.token_ids)
-            for step in range(len(sequence.blocks) * block_tokens - known + 1, num_steps, block_tokens):
-                growths.append((step, place))
+            growth = len(sequence.blocks) * block_tokens - known + 1
+            while growth < num_steps:
+                growths.append((growth, place))
+                growth += block_tokens
             sequence.token_ids += token_ids
             sequence.num_computed_tokens += num_steps
             if known + num_steps == sequence.most_tokens:

@@ -52,6 +52,10 @@ LEGAL_MOVES: Mapping[SequenceStatus, frozenset[SequenceStatus]] = {
 }
 
 
+_UNDER_TRANSFER = frozenset({SequenceStatus.SENDING, SequenceStatus.RECEIVING, SequenceStatus.DRAINING})
+_OVER = frozenset({SequenceStatus.DRAINING, SequenceStatus.FINISHED})
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class SequenceState:
     """One sequence; satisfies ``plan.SequenceView`` for policies and runners.
@@ -75,6 +79,7 @@ class SequenceState:
     status: SequenceStatus = SequenceStatus.WAITING
     token_ids: list[int] = field(init=False)
     most_tokens: int = field(init=False)  # prompt and answer together, if nothing ends it before
+    deadline_s: float = field(init=False)
     num_computed_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
     block_names: list[BlockName] = field(default_factory=list)
@@ -89,6 +94,7 @@ class SequenceState:
         request = self.request
         self.token_ids = [*request.prompt_ids, *request.output_ids]
         self.most_tokens = request.max_total_tokens + 1
+        self.deadline_s = self.arrived_s + request.timeout_s
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -109,10 +115,6 @@ class SequenceState:
         return self.most_tokens - len(self.token_ids)
 
     @property
-    def deadline_s(self) -> float:
-        return self.arrived_s + self.request.timeout_s
-
-    @property
     def num_start_tokens(self) -> int:
         """Tokens it needs room for at its start: the known ones, and the next unless it decodes elsewhere."""
         if self.has_destination:
@@ -124,7 +126,12 @@ class SequenceState:
         """Whether a transfer may touch its blocks now."""
         if self.status is SequenceStatus.PREFILLING:
             return self.has_destination
-        return self.status in (SequenceStatus.SENDING, SequenceStatus.RECEIVING, SequenceStatus.DRAINING)
+        return self.status in _UNDER_TRANSFER
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it gets no more tokens."""
+        return self.status in _OVER
 
     @property
     def wants_prompt_logprobs(self) -> bool:
