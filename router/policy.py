@@ -31,10 +31,10 @@ class WorkerView:
         An idle worker is always worth asking: its own refusal is better informed than a number
         that is a heartbeat old.
         """
-        if self.in_flight >= self.limit or request.num_tokens + 1 > self.max_request_tokens:
+        num_tokens = request.num_tokens + 1
+        if self.in_flight >= self.limit or num_tokens > self.max_request_tokens:
             return False
-        needed = -(-(request.num_tokens + 1) // self.block_tokens)
-        return self.in_flight == 0 or needed <= self.free_blocks
+        return self.in_flight == 0 or num_tokens <= self.free_blocks * self.block_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -75,8 +76,10 @@ class WorkerHandle:
         self, info: WorkerInfo, ports: WorkerPorts, *, now_s: float, limit: int, stalled_after_s: float
     ) -> None:
         self.info = info
+        self.worker_id = info.worker_id
         self.ports = ports
         self.limit = limit
+        self._max_request_tokens = info.max_request_tokens
         self.load: WorkerLoad | None = None  # None: it has only joined
         self.last_heard_s = now_s
         self.num_heard = 0  # heartbeats; a request that failed here waits for the next one
@@ -90,10 +93,7 @@ class WorkerHandle:
         self.has_successor = False  # it gave way to a later life of the same worker
         self.tenure = Tenure(info.worker_id, self)  # of its present role
         self.becomes: Role | None = None  # its next role, while it empties for it
-
-    @property
-    def worker_id(self) -> str:
-        return self.info.worker_id
+        self._view: WorkerView | None = None  # what was told last; None: the books have changed since
 
     @property
     def in_flight(self) -> int:
@@ -132,6 +132,7 @@ class WorkerHandle:
         self.num_heard += 1
         self.num_changes += 1
         self._free_blocks = load.free_blocks
+        self._view = None
         if not self._is_gone:
             self._failure = None
 
@@ -154,6 +155,7 @@ class WorkerHandle:
     def end_tenure(self) -> Tenure:
         """Let every request that runs here go on elsewhere; return what they were under."""
         ended, self.tenure = self.tenure, Tenure(self.worker_id, self)
+        self._view = None
         ended.end()
         return ended
 
@@ -161,6 +163,7 @@ class WorkerHandle:
         """Write down that a request of ``num_tokens`` is about to take room; return what it runs under."""
         self.tenure.take(num_tokens=num_tokens)
         self._free_blocks -= self.info.layout.num_blocks(num_tokens)
+        self._view = None
         return self.tenure
 
     def give_back(self, tenure: Tenure, *, num_tokens: int) -> None:
@@ -168,6 +171,7 @@ class WorkerHandle:
         tenure.give_back(num_tokens=num_tokens)
         self.num_changes += 1
         self._free_blocks += self.info.layout.num_blocks(num_tokens)
+        self._view = None
 
     def exchange_with(self, sender: WorkerHandle) -> Exchange:
         """Return the book on the KV that this worker gets from ``sender``, this life of it."""
@@ -184,16 +188,18 @@ class WorkerHandle:
 
     def view(self, *, limit: int) -> WorkerView:
         """Return what a routing policy may know of this worker."""
-        return WorkerView(
-            worker_id=self.worker_id,
-            in_flight=self.in_flight,
-            limit=limit,
-            in_flight_tokens=self.in_flight_tokens,
-            free_blocks=self.free_blocks,
-            num_blocks=self.info.num_blocks,
-            block_tokens=self.info.layout.block_tokens,
-            max_request_tokens=self.info.max_request_tokens,
-        )
+        if self._view is None or self._view.limit != limit:
+            self._view = WorkerView(
+                worker_id=self.worker_id,
+                in_flight=self.tenure.in_flight,
+                limit=limit,
+                in_flight_tokens=self.tenure.in_flight_tokens,
+                free_blocks=self.free_blocks,
+                num_blocks=self.info.num_blocks,
+                block_tokens=self.info.layout.block_tokens,
+                max_request_tokens=self._max_request_tokens,
+            )
+        return self._view
 
     def watch(self, guard: Guard) -> None:
         """Trip ``guard`` when the worker is lost or frozen.
@@ -355,7 +361,7 @@ class WorkerPool:
             is_avoided: Such a worker is left out, as if it were not there.
             is_full: Such a worker is shown, but without room.
         """
-        views: dict[Role, list[WorkerView]] = {role: [] for role in Role}
+        views: defaultdict[Role, list[WorkerView]] = defaultdict(list)
         for handle in self._handles.values():
             if handle.state is WorkerState.READY and not is_avoided(handle):
                 limit = 0 if is_full(handle) else handle.limit
