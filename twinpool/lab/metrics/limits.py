@@ -23,10 +23,11 @@ class Limits:
 
     def are_met_by(self, record: Record) -> bool:
         """Say whether the request was answered, and within both limits."""
-        if record.error or record.ttft_s is None:
+        if record.error or record.first_token_s is None:
             return False
-        return _is_within(record.ttft_s, self.ttft_s) and _is_within(record.tpot_s, self.tpot_s)
+        is_first_in_time = self.ttft_s is None or _is_within(record.ttft_s, self.ttft_s)
+        return is_first_in_time and (self.tpot_s is None or _is_within(record.tpot_s, self.tpot_s))
 
 
-def _is_within(value: float | None, limit: float | None) -> bool:
-    return value is None or limit is None or value <= limit
+def _is_within(value: float | None, limit: float) -> bool:
+    return value is None or value <= limit

@@ -52,10 +52,7 @@ class Percentiles:
 
     def extend(self, values: Sequence[float]) -> None:
         """Count many values; this is quicker than one by one."""
-        if not values:
-            return
-        assert min(values) >= 0.0, f"{min(values)} is no latency"
-        self._fresh.extend(values)
+        self._fresh += values
         if len(self._fresh) >= EXACT:
             self._fold()
 
@@ -87,7 +84,7 @@ class Percentiles:
         if not len(self):
             return [None] * len(percents)
         if self._buckets is None:
-            return [float(value) for value in np.percentile(self._fresh, percents)]
+            return [float(value) for value in np.percentile(self._checked(), percents)]
         self._fold()
         upto = np.cumsum(self._buckets)
         return [self._interpolated(upto, percent / 100 * (self._folded - 1)) for percent in percents]
@@ -111,7 +108,7 @@ class Percentiles:
             self._buckets = np.zeros(_NUM_BUCKETS, np.int64)
         if not self._fresh:
             return
-        values = np.array(self._fresh)
+        values = self._checked()
         powers = np.ceil(np.log(np.clip(values, _LEAST, _MOST)) / _LOG_GROWTH).astype(np.int64)
         places = np.where(values < _LEAST, 0, powers - _LEAST_POWER + 1)
         self._buckets += np.bincount(places, minlength=_NUM_BUCKETS)
@@ -119,6 +116,11 @@ class Percentiles:
         self._folded_sum += float(values.sum())
         self._least, self._most = min(self._least, float(values.min())), max(self._most, float(values.max()))
         self._fresh.clear()
+
+    def _checked(self) -> np.ndarray:
+        values = np.array(self._fresh)
+        assert values.min() >= 0.0, f"{values.min()} is no latency"
+        return values
 
     def _interpolated(self, upto: np.ndarray, rank: float) -> float:
         below = math.floor(rank)

@@ -51,8 +51,8 @@ class Summary:
         """Count one request that has ended."""
         self.num_requests += 1
         self.first_due_s = min(self.first_due_s, record.due_s)
-        ends = (record.end_s, record.last_token_s, record.sent_s)
-        self.last_end_s = max(self.last_end_s, next(end for end in ends if end is not None))
+        end_s = record.end_s if record.end_s is not None else record.last_token_s
+        self.last_end_s = max(self.last_end_s, record.sent_s if end_s is None else end_s)
         self.late_s.add(record.sent_s - record.due_s)
         self.kv_bytes += record.kv_bytes
         if record.path:
@@ -136,16 +136,16 @@ class Summary:
 
     def _add_latencies(self, record: Record) -> None:
         self.itl_s.extend(record.gaps_s)
-        if record.ttft_s is not None:
-            self.ttft_s.add(record.ttft_s)
-        if record.tpot_s is not None:
-            self.tpot_s.add(record.tpot_s)
+        if (ttft_s := record.ttft_s) is not None:
+            self.ttft_s.add(ttft_s)
+        if (tpot_s := record.tpot_s) is not None:
+            self.tpot_s.add(tpot_s)
         if record.queue_s is not None:
             self.queue_s.add(record.queue_s)
-        if record.e2e_s is not None:
-            self.e2e_s.add(record.e2e_s)
+        if (e2e_s := record.e2e_s) is not None:
+            self.e2e_s.add(e2e_s)
             if record.output_tokens:
-                self.normalised_s.add(record.e2e_s / record.output_tokens)
+                self.normalised_s.add(e2e_s / record.output_tokens)
 
     def _rate(self, amount: int) -> float | None:
         return amount / self.duration_s if self.duration_s > 0.0 else None
