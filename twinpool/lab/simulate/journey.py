@@ -17,6 +17,7 @@ from router.claim import Claim
 from router.placing import Placing
 from router.tries import Tries, is_refusal
 from router.waiting_line import Waiter, WaitingLine
+from router.workers import WorkerHandle
 from twinpool.core.errors import (
     DeadlineExceeded,
     NoWorkers,
@@ -31,7 +32,7 @@ from twinpool.lab.simulate.cost_runner import TOKEN, Prompt
 from twinpool.lab.simulate.timetable import Timetable
 from twinpool.lab.simulate.token_times import TokenTimes
 from twinpool.lab.simulate.transfer import SimulatedTransfer, Way
-from twinpool.lab.simulate.worker import SimulatedWorker
+from twinpool.lab.simulate.worker import Command, SimulatedWorker
 from twinpool.lab.workload.item import WorkItem
 
 
@@ -68,6 +69,7 @@ class Journey:
 
     __slots__ = (
         "_claim",
+        "_deadline_s",
         "_decode",
         "_decoding",
         "_deployment",
@@ -96,6 +98,7 @@ class Journey:
         self.path = ""
         self._item = item
         self._request = request
+        self._deadline_s = item.arrival_s + request.timeout_s
         self._tries = tries
         self._deployment = deployment
         self._turn = deployment.line.arrive(item.tenant)
@@ -136,7 +139,7 @@ class Journey:
         if self._claim is None and not self._is_over:
             self._waiter = waiter
             give_up_s = max(now_s, min(self._patience_s, self._deadline_s))
-            self._deployment.timetable.at(give_up_s, lambda: self._give_up(waiter))
+            self._deployment.timetable.at(give_up_s, partial(self._give_up, waiter))
 
     def refuse(self, error: ServingError) -> None:
         """End it before it began."""
@@ -175,10 +178,6 @@ class Journey:
         else:
             self._finish(NoWorkers("the workers needed were not ready in time"))
 
-    @property
-    def _deadline_s(self) -> float:
-        return self._item.arrival_s + self._request.timeout_s
-
     # One attempt.
 
     def _begin(self, claim: Claim) -> None:
@@ -191,36 +190,27 @@ class Journey:
         self._decode = None if claim.decode is None else deployment.worker(claim, Role.DECODE)
         if self._prefill is None:
             assert self._decode is not None, "a claim without a worker"
-            self._ask(self._decode, self._submit_here)
+            self._ask(claim.decode, self._decode.post, self._submit_here)
         elif self._decode is None:
-            self._ask(self._prefill, self._submit)
+            self._ask(claim.prefill, self._prefill.post, self._submit)
         else:
-            self._ask(self._decode, self._reserve, reserves=True)
+            post = partial(self._decode.post_reservation, num_tokens=self._request.num_tokens)
+            self._ask(claim.decode, post, self._reserve)
 
-    def _ask(self, worker: SimulatedWorker, command: Callable[[], None], *, reserves: bool = False) -> None:
-        """Let ``worker`` obey ``command`` once it has got there, unless the attempt is over by then."""
-        number = self._num_attempts
-        assert self._claim is not None, "nobody asks between two attempts"
-        self._claim.asked = tuple(
-            handle
-            for handle in (self._claim.prefill, self._claim.decode)
-            if handle is not None and handle.worker_id == worker.info.worker_id
-        )
+    def _ask(self, handle: WorkerHandle | None, post: Callable[[Command], None], command: Command) -> None:
+        """Let a worker obey ``command`` once it has got there, unless the attempt is over by then."""
+        assert self._claim is not None and handle is not None, "nobody asks between two attempts"
+        self._claim.asked = (handle,)
+        self._later(partial(post, partial(self._obey, command, self._num_attempts)))
 
-        def obey() -> None:
-            if self._num_attempts == number and self._claim is not None:
-                try:
-                    command()
-                except ServingError as error:
-                    self._later(partial(self.failed, error))
+    def _obey(self, command: Command, attempt: int) -> None:
+        if self._num_attempts == attempt and self._claim is not None:
+            try:
+                command()
+            except ServingError as error:
+                self._later(partial(self.failed, error))
 
-        if reserves:
-            num_tokens = self._request.num_tokens
-            self._later(lambda: worker.post_reservation(obey, num_tokens=num_tokens))
-        else:
-            self._later(lambda: worker.post(obey))
-
-    def _later(self, action: Callable[[], None]) -> None:
+    def _later(self, action: Command) -> None:
         """Do something on the other end of a hop."""
         hop_s = self._deployment.hop_s
         if hop_s:
@@ -256,9 +246,9 @@ class Journey:
         self._later(self._reserved)
 
     def _reserved(self) -> None:
-        if self._prefill is None or self._decoding is None:  # it failed meanwhile
+        if self._claim is None or self._prefill is None or self._decoding is None:  # it failed meanwhile
             return
-        self._ask(self._prefill, self._submit)
+        self._ask(self._claim.prefill, self._prefill.post, self._submit)
 
     def _submit(self) -> None:
         worker = self._prefill
@@ -294,7 +284,8 @@ class Journey:
             if self._transfer is not None:
                 self._sent(self._transfer)
             claim.end_prefill()
-        self._output_tokens = max(self._output_tokens, output.index + 1)
+        if output.index >= self._output_tokens:
+            self._output_tokens = output.index + 1
 
     def _sent(self, transfer: SimulatedTransfer) -> None:
         """Let the KV come through to its end, and then be decoded on."""

@@ -12,6 +12,7 @@ together (``Engine.decode_ahead``) once something happens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import inf, sqrt
 from typing import Protocol
 
@@ -121,8 +122,7 @@ class SimulatedWorker:
         if self.is_lost:
             return
         if self._run is not None:
-            self._settle()
-            self._cut()
+            self._cut(self._run)
         if self._step is None and self._run is None:
             command()
             self._turn_soon()
@@ -158,7 +158,9 @@ class SimulatedWorker:
 
     def _has_room_beside(self, run: _Run, num_tokens: int) -> bool:
         block_tokens = self.info.layout.block_tokens
-        taken = run.num_decoding * ((run.num_steps - run.num_booked) // block_tokens + 1)
+        taken = run.num_decoding * ((run.num_steps - run.num_timed) // block_tokens + 1)
+        if run.num_timed > run.num_booked:
+            taken += self.engine.blocks_ahead(run.num_timed - run.num_booked)
         return not self._shares and self.engine.num_free_blocks - taken > num_tokens // block_tokens + 1
 
     def watch(self, sequence: SequenceState, client: Client) -> None:
@@ -188,7 +190,7 @@ class SimulatedWorker:
         if run is not None:
             ended = run.steps_until(self._timetable.time_s)
             if self._shares or ended == run.num_steps:
-                self._settle()
+                self._settle(run)
             elif ended > run.num_booked:
                 num_taken = engine.blocks_ahead(ended - run.num_booked)
         self.has_changed = self._run is not None
@@ -202,7 +204,7 @@ class SimulatedWorker:
     def lose(self) -> None:
         """Die: nothing it does counts any more."""
         if self._run is not None:
-            self._settle()
+            self._settle(self._run)
         self.is_lost = True
         for client in self._in_streak:
             client.times.leave(self._gaps, self._first_gap)
@@ -223,17 +225,18 @@ class SimulatedWorker:
         self._is_turn_due = False
         if self.is_lost or self._step is not None or self._run is not None:
             return
-        now_s = self._timetable.time_s
-        if not self.engine.has_work and now_s < self.engine.next_deadline_s:
-            self._wait_for_deadline()
-            return
-        num_steps = 0 if self._machine is not None else self.engine.steady_steps()
-        if num_steps and now_s < self.engine.next_deadline_s:
-            self._begin_run(num_steps, now_s)
-            return
-        engine = self.engine  # a heartbeat says this until the step has ended
+        engine, now_s = self.engine, self._timetable.time_s
+        if now_s < engine.next_deadline_s:
+            if not engine.has_work:
+                self._wait_for_deadline()
+                return
+            num_steps = 0 if self._machine is not None else engine.steady_steps()
+            if num_steps:
+                self._begin_run(num_steps, now_s)
+                return
+        # A heartbeat says this until the step has ended.
         self._before = (engine.num_sequences, engine.num_waiting, engine.num_free_blocks)
-        result = self.engine.step()
+        result = engine.step()
         if not result.num_items:
             self._tell_failures(result)
             self._wait_for_deadline()
@@ -320,7 +323,7 @@ class SimulatedWorker:
     def _wait_for_deadline(self) -> None:
         """An engine that has nothing to run still looks at deadlines."""
         deadline_s = self.engine.next_deadline_s
-        if self.engine.num_sequences and self._timetable.time_s < deadline_s < self._looks_s:
+        if deadline_s < self._looks_s and self.engine.num_sequences and self._timetable.time_s < deadline_s:
             self._looks_s = deadline_s
             self._timetable.at(deadline_s, self._look)
 
@@ -347,80 +350,96 @@ class SimulatedWorker:
 
     def _begin_run(self, num_steps: int, now_s: float) -> None:
         decoding = self.engine.decoding
-        if len(self._in_streak) != len(decoding):
+        num_decoding = len(decoding)
+        if len(self._in_streak) != num_decoding:
             for sequence in decoding:
                 client = self._clients.get(sequence.number)
                 if client is not None and client not in self._in_streak:
                     self.decodes(client)
         context_tokens = sum([len(sequence.token_ids) for sequence in decoding])
-        line = self._cost.decode_line(len(decoding), context_tokens)
-        room = line.up_to_tokens - context_tokens
-        if room < num_steps * len(decoding):
-            num_steps = max(1, int(room // len(decoding)))
-        first_s = line.base_s + line.per_token_s * context_tokens
+        base_s, per_token_s, up_to_tokens = self._cost.decode_line(num_decoding, context_tokens)
+        room = up_to_tokens - context_tokens
+        if room < num_steps * num_decoding:
+            num_steps = max(1, int(room // num_decoding))
+        first_s = base_s + per_token_s * context_tokens
         _check_time(first_s, self.info)
-        run = _Run(
-            now_s,
-            first_s,
-            line.per_token_s * len(decoding),
-            num_steps,
-            len(decoding),
-        )
-        if run.end_s > self.engine.next_deadline_s:
-            run.end_after(max(1, min(num_steps, run.steps_until(self.engine.next_deadline_s) + 1)))
+        run = _Run(now_s, first_s, per_token_s * num_decoding, num_steps, num_decoding)
+        deadline_s = self.engine.next_deadline_s
+        if run.end_s > deadline_s:
+            run.end_after(max(1, min(num_steps, run.steps_until(deadline_s) + 1)))
         self._run = run
-        self._timetable.at(run.end_s, lambda: self._end_run(run))
+        self._timetable.at(run.end_s, partial(self._end_run, run))
 
-    def _settle(self) -> None:
+    def _settle(self, run: _Run) -> None:
         """Book the steps of the run that have ended by now."""
-        run = self._run
-        assert run is not None, "nothing runs"
-        done = run.steps_until(self._timetable.time_s)
-        num_new = done - run.num_booked
-        if num_new <= 0:
-            return
-        gaps = run.gaps(done)
-        gaps[0] += run.at_s(run.num_booked) - self._ended_s
-        self._ended_s = run.at_s(done)
-        self._gaps += gaps
-        self.busy_s += run.at_s(done) - run.at_s(run.num_booked)
-        run.num_booked = done
-        if done == run.num_steps:
+        self._time(run)
+        is_over = run.num_timed == run.num_steps
+        if is_over:
             self._run = None
-        for sequence in self.engine.decode_ahead(num_new, TOKEN):
-            client = self._clients.get(sequence.number)
-            if client is not None:
-                self._end(sequence, client, None)
-        if done == run.num_steps:
+        num_new, run.num_booked = run.num_timed - run.num_booked, run.num_timed
+        if num_new:
+            for sequence in self.engine.decode_ahead(num_new, TOKEN):
+                client = self._clients.get(sequence.number)
+                if client is not None:
+                    self._end(sequence, client, None)
+        if is_over:
             self._obey()
 
-    def _cut(self) -> None:
+    def _time(self, run: _Run) -> None:
+        """Write down the times of the steps that have ended by now; the engine hears of them later."""
+        first, done = run.num_timed, run.steps_until(self._timetable.time_s)
+        if done == first:
+            return
+        began_s, ended_s = run.at_s(first), run.at_s(done)
+        gaps = run.gaps(first, done)
+        gaps[0] += began_s - self._ended_s
+        self._gaps += gaps
+        self._ended_s = ended_s
+        self.busy_s += ended_s - began_s
+        run.num_timed = done
+
+    def _cut(self, run: _Run) -> None:
         """Let the run end with the step that runs now."""
-        run = self._run
-        if run is None or run.num_booked + 1 >= run.num_steps:
-            return
-        if run.num_booked and run.at_s(run.num_booked) == self._timetable.time_s:
-            self._run = None  # just between two steps
-            self._obey()
-            return
-        run.end_after(run.num_booked + 1)
-        self._timetable.at(run.end_s, lambda: self._end_run(run))
+        self._time(run)
+        done = run.num_timed
+        if done + 1 < run.num_steps:
+            is_between = done and run.at_s(done) == self._timetable.time_s  # two steps
+            run.end_after(done if is_between else done + 1)
+            if not is_between:
+                self._timetable.at(run.end_s, partial(self._end_run, run))
+        if done == run.num_steps:
+            self._settle(run)
 
     def _end_run(self, run: _Run) -> None:
         if self._run is run and self._timetable.time_s >= run.end_s:
-            self._settle()
+            self._settle(run)
 
 
 class _Run:
-    """Steady steps: the first takes ``first_s``, each next one ``growth_s`` longer."""
+    """Steady steps: the first takes ``first_s``, each next one ``growth_s`` longer.
 
-    __slots__ = ("_first_s", "_growth_s", "_start_s", "end_s", "num_booked", "num_decoding", "num_steps")
+    Attributes:
+        num_timed: The first steps, whose times are written down.
+        num_booked: Those of them that the engine knows of.
+    """
+
+    __slots__ = (
+        "_first_s",
+        "_growth_s",
+        "_start_s",
+        "end_s",
+        "num_booked",
+        "num_decoding",
+        "num_steps",
+        "num_timed",
+    )
 
     def __init__(
         self, start_s: float, first_s: float, growth_s: float, num_steps: int, num_decoding: int
     ) -> None:
         self.num_decoding = num_decoding
         self.num_steps = num_steps
+        self.num_timed = 0
         self.num_booked = 0
         self._start_s = start_s
         self._first_s = first_s
@@ -454,10 +473,10 @@ class _Run:
             guess += 1
         return guess
 
-    def gaps(self, done: int) -> list[float]:
-        """Return how long each step took, from the first that is not booked."""
+    def gaps(self, first: int, done: int) -> list[float]:
+        """Return how long each of the steps ``[first, done)`` takes."""
         first_s, growth_s = self._first_s, self._growth_s
-        return [first_s + growth_s * step for step in range(self.num_booked, done)]
+        return [first_s + growth_s * step for step in range(first, done)]
 
 
 def _check_time(step_s: float, info: WorkerInfo) -> None:
