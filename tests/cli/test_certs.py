@@ -10,7 +10,7 @@ import pytest
 from cryptography import x509
 
 from twinpool.cli import main
-from twinpool.cli.app import _parser
+from twinpool.cli.app import parser
 from twinpool.cli.run import deployment_config, worker_config
 from twinpool.cluster.trust import server_trust, worker_trust
 from twinpool.core.tls import Party
@@ -19,7 +19,7 @@ FILES = ["ca.key", "ca.pem", "router.key", "router.pem", "secret", "worker.key",
 
 
 def options(*args: str) -> argparse.Namespace:
-    return _parser().parse_args(args)
+    return parser().parse_args(args)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

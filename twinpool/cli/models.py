@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 from twinpool.checkpoints.cache import user_cache_dir
 from twinpool.checkpoints.resolve import resolve_model
 
 
-def pull(name: str) -> int:
+def pull(args: argparse.Namespace) -> int:
     """Fetch and convert a model; print its folder."""
-    print(resolve_model(name, progress=lambda text: print(f"twinpool: {text}", file=sys.stderr)))
+    print(resolve_model(args.model, progress=lambda text: print(f"twinpool: {text}", file=sys.stderr)))
     return 0
 
 
-def list_models() -> int:
+def list_models(args: argparse.Namespace) -> int:
     """Print the folders of all converted models with their sizes."""
     folder = user_cache_dir() / "models"
     for model in sorted(folder.iterdir()) if folder.is_dir() else []:
