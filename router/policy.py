@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from twinpool.core.errors import ConfigError
 from twinpool.core.request import Request
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerView:
+class WorkerView(NamedTuple):
     """One ready worker at the moment of a choice."""
 
     worker_id: str
@@ -37,8 +35,7 @@ class WorkerView:
         return self.in_flight == 0 or num_tokens <= self.free_blocks * self.block_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """The ready workers, full or not, in the order in which they joined."""
 
     prefill: tuple[WorkerView, ...] = ()
@@ -47,8 +44,7 @@ class Snapshot:
     is_local_allowed: bool = True  # decode workers may compute prompts while there is no prefill worker
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Placement(NamedTuple):
     """Where one attempt runs; at least one worker is named.
 
     Without a prefill worker the decode worker computes the prompt too.  Without a decode worker the

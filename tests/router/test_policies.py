@@ -6,7 +6,6 @@ import pkgutil
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 
@@ -31,7 +30,7 @@ def view(worker_id: str, **changes: int) -> WorkerView:
         block_tokens=16,
         max_request_tokens=256,
     )
-    return replace(worker, **changes)  # type: ignore[arg-type]
+    return worker._replace(**changes)  # type: ignore[arg-type]
 
 
 def views(kind: str, number: int, **changes: int) -> tuple[WorkerView, ...]:

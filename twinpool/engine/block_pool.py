@@ -13,15 +13,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from twinpool.core.errors import NoFreeBlocks
 from twinpool.core.ports import BlockCounts
 from twinpool.engine.prefix_cache import BlockName, PrefixCache
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
+class Allocation(NamedTuple):
     """Blocks in the order of a sequence's tokens."""
 
     blocks: list[int]

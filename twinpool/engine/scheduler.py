@@ -51,6 +51,8 @@ class Scheduler:
 
     Attributes:
         counters: Totals since the start.
+        pool: The blocks of all sequences; only the scheduler gives and takes them.
+        next_deadline_s: No live sequence has an earlier deadline; infinite if there is none.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Scheduler:
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._blocks = SequenceBlocks(config, num_blocks=num_blocks, counters=self.counters)
+        self.pool: BlockPool = self._blocks.pool
         self._config = config
         self._policy = policy
         self._eos_ids = frozenset(eos_ids)
@@ -70,12 +73,7 @@ class Scheduler:
             SequenceStatus.PREFILLING: self._prefilling,
             SequenceStatus.DECODING: self._decoding,
         }
-        self._next_deadline_s = math.inf  # no live sequence has an earlier one
-
-    @property
-    def pool(self) -> BlockPool:
-        """The blocks of all sequences; only the scheduler gives and takes them."""
-        return self._blocks.pool
+        self.next_deadline_s = math.inf
 
     @property
     def sequences(self) -> tuple[SequenceState, ...]:
@@ -146,15 +144,15 @@ class Scheduler:
 
     def expire(self, now_s: float) -> tuple[tuple[SequenceState, ServingError], ...]:
         """End every sequence whose deadline passed."""
-        if now_s < self._next_deadline_s:
+        if now_s < self.next_deadline_s:
             return ()
         expired: list[tuple[SequenceState, ServingError]] = []
-        self._next_deadline_s = math.inf
+        self.next_deadline_s = math.inf
         for sequence in self.sequences:
             if sequence.status is SequenceStatus.DRAINING:
                 continue
             if now_s < sequence.deadline_s:
-                self._next_deadline_s = min(self._next_deadline_s, sequence.deadline_s)
+                self.next_deadline_s = min(self.next_deadline_s, sequence.deadline_s)
                 continue
             message = f"{sequence.request.timeout_s:g} s are over, the sequence was {sequence.status}"
             expired.append((sequence, DeadlineExceeded(message)))
@@ -200,11 +198,6 @@ class Scheduler:
 
     def counts(self) -> BlockCounts:
         return self.pool.counts()
-
-    @property
-    def next_deadline_s(self) -> float:
-        """No live sequence has an earlier deadline; infinite if there is none."""
-        return self._next_deadline_s
 
     def steady_steps(self) -> int:
         """Return how many of the next steps do the same: one token of every decoding sequence, nothing else.
@@ -258,7 +251,7 @@ class Scheduler:
     def _admit(self, sequence: SequenceState) -> None:
         assert sequence.number not in self._live, f"sequence {sequence.number} is already here"
         self._live[sequence.number] = sequence
-        self._next_deadline_s = min(self._next_deadline_s, sequence.deadline_s)
+        self.next_deadline_s = min(self.next_deadline_s, sequence.deadline_s)
 
     def _lengthen_ahead(
         self, sequences: Sequence[SequenceState], num_steps: int, token_id: int
@@ -540,7 +533,10 @@ class _Line:
         return self.sequences[0] if self.sequences else None
 
     def add(self, sequence: SequenceState) -> None:
-        insort(self.sequences, sequence, key=_by_number)
+        if self.sequences and self.sequences[-1].number > sequence.number:
+            insort(self.sequences, sequence, key=_by_number)
+        else:
+            self.sequences.append(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
         place = bisect_left(self.sequences, sequence.number, key=_by_number)
