@@ -32,8 +32,7 @@ def test_a_step_takes_longer_as_long_as_another_one_runs() -> None:
 
     timetable.at(0.0, lambda: begin("long", 3.0))
     timetable.at(1.0, lambda: begin("short", 0.5))
-    while timetable.next():
-        pass
+    timetable.run()
 
     # Alone for 1 s; then both at half their pace until 0.5 s of work are done; then 1.5 s alone.
     assert ends == {"short": pytest.approx(2.0), "long": pytest.approx(3.5)}
@@ -48,8 +47,7 @@ def test_prompts_and_decodes_are_slowed_down_by_their_own_measure() -> None:
 
     timetable.at(0.0, lambda: begin("prompt", 3.0))
     timetable.at(1.0, lambda: begin("decode", 0.8))
-    while timetable.next():
-        pass
+    timetable.run()
 
     # The prompt is alone for 1 s; then 0.8 s of decode take 1 s, in which it gets 0.5 s; then 1.5 s alone.
     assert ends == {"decode": pytest.approx(2.0), "prompt": pytest.approx(3.5)}

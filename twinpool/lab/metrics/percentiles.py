@@ -118,7 +118,7 @@ class Percentiles:
         self._fresh.clear()
 
     def _checked(self) -> np.ndarray:
-        values = np.array(self._fresh)
+        values = np.fromiter(self._fresh, np.float64, len(self._fresh))
         assert values.min() >= 0.0, f"{values.min()} is no latency"
         return values
 

@@ -125,8 +125,7 @@ class Simulation:
         """Run to the end of the last request."""
         if self._next is not None:
             self._expect(self._next)
-        while (self._journeys or self._next is not None) and self.timetable.next():
-            pass
+            self.timetable.run()
         assert not self._journeys, "requests are open and nothing is to happen any more"
         return self.result()
 
@@ -153,6 +152,8 @@ class Simulation:
 
     def over(self, journey: Journey, record: Record) -> None:
         self._journeys.pop(journey, None)
+        if self._next is None and not self._journeys:
+            self.timetable.stop()
         self._summary.add(record)
         if self._on_record is not None:
             self._on_record(record)

@@ -22,6 +22,7 @@ class Timetable:
         self._events: list[tuple[float, int, Action]] = []
         self._last: list[Action] = []  # of this moment
         self._num_entered = 0
+        self._is_stopped = False
 
     def now_s(self) -> float:
         return self.time_s
@@ -36,15 +37,21 @@ class Timetable:
         """Let ``action`` happen after all else of this moment."""
         self._last.append(action)
 
-    def next(self) -> bool:
-        """Let the next event happen; return whether there was one."""
-        if self._last and (not self._events or self._events[0][0] > self.time_s):
-            last, self._last = self._last, []
-            for action in last:
+    def run(self) -> None:
+        """Let one event after the other happen, until there is none or one of them says ``stop``."""
+        self._is_stopped = False
+        events = self._events
+        while not self._is_stopped:
+            if self._last and not (events and events[0][0] <= self.time_s):
+                last, self._last = self._last, []
+                for action in last:
+                    action()
+            elif events:
+                self.time_s, _, action = heappop(events)
                 action()
-            return True
-        if not self._events:
-            return False
-        self.time_s, _, action = heappop(self._events)
-        action()
-        return True
+            else:
+                return
+
+    def stop(self) -> None:
+        """Let nothing happen after this event."""
+        self._is_stopped = True

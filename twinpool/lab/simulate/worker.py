@@ -148,7 +148,8 @@ class SimulatedWorker:
         elif ended and run.at_s(ended) == now_s:
             command()
         else:
-            self._timetable.at(run.at_s(ended + 1), lambda: self._obey_beside(run, command, num_tokens))
+            obey = partial(self._obey_beside, run, command, num_tokens)
+            self._timetable.at(run.at_s(ended + 1), obey)
 
     def _obey_beside(self, run: _Run, command: Command, num_tokens: int) -> None:
         if self._run is run and not self.is_lost and self._has_room_beside(run, num_tokens):
@@ -390,20 +391,20 @@ class SimulatedWorker:
         first, done = run.num_timed, run.steps_until(self._timetable.time_s)
         if done == first:
             return
-        began_s, ended_s = run.at_s(first), run.at_s(done)
+        began_s, ended_s = run.timed_s, run.at_s(done)
         gaps = run.gaps(first, done)
         gaps[0] += began_s - self._ended_s
         self._gaps += gaps
         self._ended_s = ended_s
         self.busy_s += ended_s - began_s
-        run.num_timed = done
+        run.num_timed, run.timed_s = done, ended_s
 
     def _cut(self, run: _Run) -> None:
         """Let the run end with the step that runs now."""
         self._time(run)
         done = run.num_timed
         if done + 1 < run.num_steps:
-            is_between = done and run.at_s(done) == self._timetable.time_s  # two steps
+            is_between = done and run.timed_s == self._timetable.time_s  # two steps
             run.end_after(done if is_between else done + 1)
             if not is_between:
                 self._timetable.at(run.end_s, partial(self._end_run, run))
@@ -420,6 +421,7 @@ class _Run:
 
     Attributes:
         num_timed: The first steps, whose times are written down.
+        timed_s: When the last of them ended.
         num_booked: Those of them that the engine knows of.
     """
 
@@ -432,6 +434,7 @@ class _Run:
         "num_decoding",
         "num_steps",
         "num_timed",
+        "timed_s",
     )
 
     def __init__(
@@ -440,6 +443,7 @@ class _Run:
         self.num_decoding = num_decoding
         self.num_steps = num_steps
         self.num_timed = 0
+        self.timed_s = start_s
         self.num_booked = 0
         self._start_s = start_s
         self._first_s = first_s

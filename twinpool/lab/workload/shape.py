@@ -40,7 +40,7 @@ class Shape:
 
     def of(self, items: Iterable[WorkItem]) -> Iterator[WorkItem]:
         """Yield what this shape leaves, numbered from 0; reads no further than it must."""
-        index = 0
+        index, is_cut = 0, bool(self.max_prompt_tokens or self.max_output_tokens)
         for item in items:
             if item.arrival_s < self.start_s:
                 continue
@@ -48,7 +48,8 @@ class Shape:
                 return
             arrival_s = (item.arrival_s - self.start_s) / self.speed
             is_same = index == item.index and arrival_s == item.arrival_s
-            yield self._cut(item if is_same else replace(item, index=index, arrival_s=arrival_s))
+            shaped = item if is_same else replace(item, index=index, arrival_s=arrival_s)
+            yield self._cut(shaped) if is_cut else shaped
             index += 1
             if index == self.count:
                 return
