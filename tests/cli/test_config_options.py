@@ -160,7 +160,10 @@ def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit, match="2"):
         main(["serve", "--prefil", "2"])
 
-    assert capsys.readouterr().err == "twinpool: error: unrecognized arguments: --prefil 2; twinpool --help tells more\n"
+    assert (
+        capsys.readouterr().err
+        == "twinpool: error: unrecognized arguments: --prefil 2; twinpool --help tells more\n"
+    )
 
 
 def test_the_api_key_may_come_from_the_environment_and_is_not_printed(

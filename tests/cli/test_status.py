@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 from router.http.config import HTTPConfig
-from tests.router_http.toys import DISAGGREGATED, Site
+from tests.router_http.toys import DISAGGREGATED, Site, worker_info
 from twinpool.cli.status import status
+from twinpool.core.ports import Role
 
 
 @pytest.fixture
@@ -41,6 +42,26 @@ def test_a_worker_is_shown_with_the_transport_that_its_kv_took_last(
         {line[0]: line[-1] for line in lines if line[:1] in (["p0"], ["d0"])} for lines in (before, after)
     ]
     assert rows == [{"p0": "-", "d0": "-"}, {"p0": "shm", "d0": "shm"}]
+
+
+def test_workers_stand_in_the_order_of_their_numbers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    names = ("decode-10", "decode-2", "decode-0")
+    decodes = [worker_info(name, Role.DECODE) for name in names]
+    site = Site(HTTPConfig(port=0), workers=(*decodes, worker_info("prefill-0", Role.PREFILL)))
+    try:
+        lines = shown(site, capsys)
+    finally:
+        site.close()
+
+    assert [line[0] for line in lines if "ready" in line] == [
+        "prefill-0",
+        "decode-0",
+        "decode-2",
+        "decode-10",
+    ]
 
 
 def test_ranks_are_shown_where_a_worker_has_several(

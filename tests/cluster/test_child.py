@@ -118,6 +118,23 @@ def test_stopping_lets_it_drain() -> None:
     assert states[-1].is_drained
 
 
+def test_one_that_does_not_drain_is_ended_by_force_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("twinpool.cluster.child._KILL_AFTER_S", 0.25)
+    tasks = []
+
+    async def stop_once_joined(worker: ChildProcess, state: LifeState) -> None:
+        if state.phase is Phase.RUNNING and not tasks:
+            tasks.append(asyncio.create_task(worker.stop(drain_s=0.25)))
+
+    states = follow(
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nsay('joined')\ntime.sleep(60)\n",
+        stop_once_joined,
+    )
+
+    assert states[-1].detail == "ended by force: not drained in 0.5 s"
+    assert not states[-1].is_drained
+
+
 def test_one_that_is_stopped_before_it_runs_ends_too() -> None:
     async def run() -> LifeState:
         worker = child(sys.executable, "-c", "import time; time.sleep(60)")

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from twinpool.cli.client import client_of
+from twinpool.core.ports import Role
 
 
 def status(args: argparse.Namespace) -> int:
@@ -31,13 +32,14 @@ def status(args: argparse.Namespace) -> int:
 
 def _show(console: Console, url: str, found: Mapping[str, Any]) -> None:
     audit, wanted = found["audit"], found["deployment"].get("workers", [])
-    console.print(_table(found["workers"], audit["workers"], wanted, width=console.width))
-    joined = {worker["id"] for worker in found["workers"]}
+    workers = sorted(found["workers"], key=_place)
+    console.print(_table(workers, audit["workers"], wanted, width=console.width))
+    joined = {worker["id"] for worker in workers}
     for worker in wanted:
         if worker["worker_id"] not in joined:
             why = worker["detail"] or worker["last_failure"] or "no news"
             console.print(f"{worker['worker_id']} is {worker['state']}: {why}", soft_wrap=True)
-    for worker in found["workers"]:
+    for worker in workers:
         if worker["becomes"]:
             console.print(f"{worker['id']} becomes {worker['becomes']} once it is empty", soft_wrap=True)
     ray = found["deployment"].get("ray", "ok")
@@ -49,6 +51,13 @@ def _show(console: Console, url: str, found: Mapping[str, Any]) -> None:
     console.print(
         f"{url}: {router['in_flight']} in flight, {router['queued']} queued; {books}", soft_wrap=True
     )
+
+
+def _place(worker: Mapping[str, Any]) -> tuple[int, str, int]:
+    """Return what puts prefill workers first, and ``decode-2`` before ``decode-10``."""
+    name, _, number = worker["id"].rpartition("-")
+    in_role = (name, int(number)) if number.isdecimal() else (worker["id"], 0)
+    return (list(Role).index(Role(worker["role"])), *in_role)
 
 
 def _table(

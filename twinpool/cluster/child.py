@@ -104,6 +104,7 @@ class ChildProcess:
                 while self._state.phase is not Phase.ENDED:
                     await self.next_state(self._state)
         except TimeoutError:
+            self._failure = self._failure or f"ended by force: not drained in {drain_s + _KILL_AFTER_S:g} s"
             self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
