@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -24,8 +25,9 @@ def write_profile(
     decode: Sequence[float],
     tp: int = 1,
     cache_tokens: int = 100_000,
+    **more: Any,
 ) -> str:
-    """Write a polynomial profile, and return its path."""
+    """Write a polynomial profile with ``more`` fields, and return its path."""
     path = folder / f"{name}.yaml"
     content = {
         "name": name,
@@ -43,6 +45,7 @@ def write_profile(
         },
         "kv_cache_bytes": cache_tokens * TOKEN_BYTES * tp,  # the head is kept by every rank
         "polynomial": {"prefill": list(prefill), "decode": list(decode)},
+        **more,
     }
     path.write_text(yaml.safe_dump(content), encoding="utf-8")
     return str(path)

@@ -114,6 +114,27 @@ def test_a_load_that_colocated_workers_answer_is_no_reason_to_split(tmp_path: Pa
     assert found.ranking.best.layout.name == "3P1D"  # it would answer more, if more came
 
 
+def test_a_link_that_only_a_profile_knows_is_made_slower_too(tmp_path: Path) -> None:
+    table, spec, limits, _, _ = PREFILL
+    measured = {"transfers": {"here": {"latency_s": 0.0, "bytes_s": 1e7}}}
+    config = question(
+        write_profile(tmp_path, "toy", **table, **measured),
+        limits,
+        transfer=Transfer(link="here"),
+        has_mixed=False,
+        has_what_if=True,
+    )
+
+    found = recommend_layout(open_workload(spec), config)
+
+    # The KV of a prompt, 256 kB, takes 26 ms, which over ten gaps of an answer are less than 8 ms each; ten
+    # times slower it takes 0.26 s.
+    slow = found.what_ifs[-1]
+    assert found.layout.name == "3P1D"
+    assert slow.name == "a link 10 times slower" and slow.verdict is not None
+    assert slow.verdict.chosen.layout.name == "4C"
+
+
 @pytest.mark.parametrize(("prompt", "output"), [(100, 100), (300, 100), (100, 300)])
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_equal_gpus_without_limits_and_interference_never_answer_more_in_two_pools(

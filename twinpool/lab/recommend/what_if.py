@@ -90,7 +90,7 @@ def slow_link(
 ) -> WhatIf:
     """Rank all layouts again, with a slower link."""
     name = f"a link {LINK_FACTOR} times slower"
-    slower = replace(config.transfer, bytes_s=config.transfer.resolve().bytes_s / LINK_FACTOR)
+    slower = replace(config.transfer, slowdown=config.transfer.slowdown * LINK_FACTOR)
     return _again(config, layouts, trials_of(load, slower, name), name, chosen)
 
 

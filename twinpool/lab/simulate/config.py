@@ -63,14 +63,24 @@ class Transfer:
     Attributes:
         link: The name of one that ships, or of a transport that was measured with the profile of the first
             pool; ``latency_s`` and ``bytes_s`` count instead where they are given.
+        slowdown: So many times fewer bytes a second than that.
         compact: KV travels as int8 with scales.
     """
 
     link: str = "ib_ndr_400g"
-    bytes_s: float = 0.0
-    latency_s: float = -1.0
+    bytes_s: float | None = None
+    latency_s: float | None = None
+    slowdown: float = 1.0
     overlap: Overlap = Overlap.LAYERS
     compact: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("bytes_s", "slowdown"):
+            value = getattr(self, name)
+            if value is not None and value <= 0.0:
+                raise ConfigError(f"transfer.{name}", f"{value} is not above 0")
+        if self.latency_s is not None and self.latency_s < 0.0:
+            raise ConfigError("transfer.latency_s", f"{self.latency_s} is less than 0")
 
     def resolve(self, measured: Mapping[str, Link] = MappingProxyType({})) -> Link:
         """Return the link.
@@ -86,8 +96,9 @@ class Transfer:
             raise ConfigError("transfer.link", f"{self.link} is none of {', '.join(known)}")
         link = known[self.link]
         return Link(
-            latency_s=link.latency_s if self.latency_s < 0.0 else self.latency_s,
-            bytes_s=self.bytes_s or link.bytes_s,
+            latency_s=link.latency_s if self.latency_s is None else self.latency_s,
+            bytes_s=(link.bytes_s if self.bytes_s is None else self.bytes_s) / self.slowdown,
+            source=link.source if self.bytes_s is None else "as asked",
         )
 
 
@@ -115,14 +126,14 @@ class SimulationConfig:
     """A deployment to simulate.
 
     Attributes:
-        hop_s: From the router to a worker, and back, each.
+        hop_s: From the router to a worker, and back, each; None: the longest that a profile says.
         max_model_tokens: Instead of the model's own limit; 0 keeps that.
     """
 
     pools: tuple[Pool, ...]
     router: RouterConfig = field(default_factory=RouterConfig)
     transfer: Transfer = field(default_factory=Transfer)
-    hop_s: float = 0.0
+    hop_s: float | None = None
     max_model_tokens: int = 0
     role_changes: tuple[RoleChange, ...] = ()
     losses: tuple[Loss, ...] = ()
@@ -134,7 +145,7 @@ class SimulationConfig:
         roles = {pool.role for pool in self.pools}
         if Role.COLOCATED not in roles and Role.DECODE not in roles:
             raise ConfigError("pools", "nobody decodes")
-        if self.hop_s < 0.0:
+        if self.hop_s is not None and self.hop_s < 0.0:
             raise ConfigError("hop_s", f"{self.hop_s} is less than 0")
         names = set(self.worker_ids())
         events: list[tuple[str, RoleChange | Loss]] = []

@@ -88,7 +88,8 @@ class Simulation:
         self._pool_of: dict[str, Pool] = {}
         self._profiles: dict[str, Profile] = {}
         self._machines: dict[str, Machine] = {}  # by profile, of those whose workers share one
-        self.hop_s = config.hop_s or max(self._profile(pool).hop_s for pool in config.pools)
+        hops_s = [self._profile(pool).hop_s for pool in config.pools]
+        self.hop_s = max(hops_s) if config.hop_s is None else config.hop_s
         is_shared = config.emulate is not Emulate.SPLITWISE_SIM
         link = config.transfer.resolve(self._profile(config.pools[0]).transfers)
         if config.emulate is Emulate.SIMDISTSERVE:
