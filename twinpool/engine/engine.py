@@ -68,6 +68,7 @@ class Engine:
             config, load_policy(config.policy), num_blocks=limits.num_blocks, eos_ids=limits.eos_ids
         )
         self._num_arrivals = 0
+        self._most_tokens = min(limits.max_model_tokens - 1, limits.num_blocks * config.block_tokens)
 
     @property
     def has_work(self) -> bool:
@@ -262,9 +263,8 @@ class Engine:
             )
         # The last token chosen needs no KV, so one more than the pool holds can be served.
         num_tokens = request.num_tokens if has_destination else request.max_total_tokens
-        limit = min(self._limits.max_model_tokens - 1, self._limits.num_blocks * self._config.block_tokens)
-        if num_tokens > limit:
-            raise PromptTooLong(needed_tokens=num_tokens + 1, limit_tokens=limit + 1)
+        if num_tokens > self._most_tokens:
+            raise PromptTooLong(needed_tokens=num_tokens + 1, limit_tokens=self._most_tokens + 1)
 
     def _check_ids(self, request: Request) -> None:
         size = self._limits.vocab_size

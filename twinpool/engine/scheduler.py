@@ -91,7 +91,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting.sequences)
 
     @property
     def has_work(self) -> bool:
@@ -518,9 +518,6 @@ class _Line:
 
     def __init__(self) -> None:
         self.sequences: list[SequenceState] = []
-
-    def __len__(self) -> int:
-        return len(self.sequences)
 
     def __iter__(self) -> Iterator[SequenceState]:
         return iter(self.sequences)

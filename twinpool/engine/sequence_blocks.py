@@ -78,8 +78,10 @@ class SequenceBlocks:
 
     def publish(self, sequence: SequenceState) -> None:
         """Let others find the full blocks whose KV is whole now."""
+        if not self._config.prefix_cache:
+            return
         num_whole = sequence.num_computed_tokens // self._config.block_tokens
-        if not self._config.prefix_cache or num_whole == sequence.num_published_blocks:
+        if num_whole == sequence.num_published_blocks:
             return
         self._name_blocks(sequence)
         while sequence.num_published_blocks < num_whole:

@@ -282,13 +282,13 @@ class Journey:
             if not self._output_tokens:
                 self._num_cached = output.cached_tokens
             if self._transfer is not None:
-                self._sent(self._transfer)
+                self._sent(self._transfer, output)
             claim.end_prefill()
         if output.index >= self._output_tokens:
             self._output_tokens = output.index + 1
 
-    def _sent(self, transfer: SimulatedTransfer) -> None:
-        """Let the KV come through to its end, and then be decoded on."""
+    def _sent(self, transfer: SimulatedTransfer, first: TokenOutput) -> None:
+        """Let the KV come through to its end, and then be decoded on from ``first``."""
         now_s = self._deployment.timetable.time_s
         number = self._num_attempts
         prefill, prefilling = self._prefill, self._prefilling
@@ -297,7 +297,7 @@ class Journey:
         self._kv_bytes += transfer.num_bytes
 
         def whole() -> None:
-            prefill.post(lambda: prefill.engine.drained(prefilling))
+            prefill.post(partial(prefill.engine.drained, prefilling))
             prefill.forget(prefilling)
             if self._num_attempts == number and self._decode is not None:
                 self._prefilling = None
@@ -308,7 +308,6 @@ class Journey:
             if self._num_attempts != number or self._decode is None or self._decoding is None:
                 return
             try:
-                first = TokenOutput(index=len(self._request.output_ids), token_id=TOKEN)
                 self._decode.engine.arrived(self._decoding, first)
             except ServingError as error:
                 self.failed(error)

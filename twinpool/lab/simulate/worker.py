@@ -336,16 +336,16 @@ class SimulatedWorker:
         commands, self._commands = self._commands, []
         for command in commands:
             command()
-        self._trim()
+        if len(self._gaps) > 4096:
+            self._trim()
         self._turn_soon()
 
     def _trim(self) -> None:
         """Forget the steps that nobody asks for any more."""
-        if len(self._gaps) > 4096:
-            last = self._first_gap + len(self._gaps)
-            first = min((client.times.joined_at for client in self._in_streak), default=last)
-            del self._gaps[: first - self._first_gap]
-            self._first_gap = first
+        last = self._first_gap + len(self._gaps)
+        first = min((client.times.joined_at for client in self._in_streak), default=last)
+        del self._gaps[: first - self._first_gap]
+        self._first_gap = first
 
     # Steady steps.
 
