@@ -136,35 +136,39 @@ def test_a_link_that_only_a_profile_knows_is_made_slower_too(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("prompt", "output"), [(100, 100), (300, 100), (100, 300)])
-@pytest.mark.parametrize("gpus", [2, 4])
+@pytest.mark.parametrize("gpus", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_equal_gpus_without_limits_and_interference_never_answer_more_in_two_pools(
     prompt: int, output: int, gpus: int, tmp_path: Path
 ) -> None:
     token_s = 1e-4  # of any token, prompt or answer, alone or in company
     profile = write_profile(tmp_path, "toy", prefill=(0.0, token_s, 0.0), decode=(0.0, 0.0, token_s))
     lengths = f"prompt=uniform({prompt // 2},{prompt}),output=uniform({output // 2},{output})"
-    workload = open_workload(f"synthetic:{lengths},count=120")
+    workload = open_workload(f"synthetic:{lengths},count=40")
 
-    found = recommend_layout(workload, question(profile, Limits(), gpus=gpus))
+    found = recommend_layout(workload, question(profile, Limits(), gpus=gpus, precision=0.05))
 
     assert found.stays_colocated
     colocated = found.ranking.colocated
     assert colocated is not None
     for entry in (*found.ranking.finalists, *found.ranking.others):
-        assert entry.values[0] <= colocated.values[0] * (1 + 1e-9), entry.layout.name
+        assert entry.values[0] <= colocated.values[0] * 1.05, entry.layout.name
 
 
 def test_raw_throughput_is_that_of_the_closed_forms(tmp_path: Path) -> None:
-    profile = write_profile(tmp_path, "toy", prefill=(0.0, 1e-4, 0.0), decode=(0.0, 0.0, 1e-4))
-    workload = open_workload("synthetic:prompt=100,output=101,count=400")
+    """A prompt takes 10 ms and an answer too, so 2C and 1P1D both answer 100 a second, if enough come.
 
-    found = recommend_layout(workload, question(profile, Limits(), gpus=2, repeats=1))
+    Of 21 requests alone one is left over on 2C, and on 1P1D nobody decodes during the first prompt.
+    """
+    profile = write_profile(tmp_path, "toy", prefill=(0.0, 1e-4, 0.0), decode=(0.0, 0.0, 1e-4))
+    workload = open_workload("synthetic:prompt=100,output=101,count=21")
+
+    found = recommend_layout(workload, question(profile, Limits(), gpus=2, repeats=1, precision=0.02))
 
     by_name = {entry.layout.name: entry.mean for entry in found.ranking.finalists}
     work_s = {"prefill_s": 100 * 1e-4, "decode_s": 100 * 1e-4}
-    assert by_name["2C"] == pytest.approx(colocated_rate(workers=2, **work_s))  # 100 a second
+    assert by_name["2C"] == pytest.approx(colocated_rate(workers=2, **work_s), rel=0.02)
     split = disaggregated_rate(prefill_workers=1, decode_workers=1, **work_s)
-    assert 0.9 * split < by_name["1P1D"] < by_name["2C"]
+    assert by_name["1P1D"] == pytest.approx(split, rel=0.02)
 
 
 def test_equal_questions_have_equal_answers_and_each_simulation_is_told(tmp_path: Path) -> None:

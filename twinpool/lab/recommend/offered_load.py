@@ -30,10 +30,18 @@ class OfferedLoad:
         for item in self.repeats[repeat]:
             yield replace(item, arrival_s=item.arrival_s / rate)
 
-    def at_once(self, repeat: int) -> Iterator[WorkItem]:
-        """Yield the requests of a repeat, all of them at the start."""
-        for item in self.repeats[repeat]:
-            yield replace(item, arrival_s=0.0)
+    def at_once(self, repeat: int, *, copies: int) -> Iterator[WorkItem]:
+        """Yield the requests of a repeat so many times over, all at the start; copies share no prefix."""
+        items = self.repeats[repeat]
+        num_contents = 1 + max((block for item in items for block in item.blocks), default=0)
+        for copy in range(copies):
+            for item in items:
+                yield replace(
+                    item,
+                    index=copy * len(items) + item.index,
+                    arrival_s=0.0,
+                    blocks=tuple(copy * num_contents + block for block in item.blocks),
+                )
 
     def with_longer_prompts(self, factor: int) -> OfferedLoad:
         """Return the same requests with prompts ``factor`` times as long; equal prefixes stay equal."""

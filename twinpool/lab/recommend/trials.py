@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -19,6 +19,7 @@ from twinpool.lab.simulate.result import SimulationResult
 from twinpool.lab.simulate.simulation import run_simulation
 
 _FOREVER_S = 1e9
+_MOST_AT_ONCE = 4_000  # requests; a load of more than half of it is sent once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,24 +110,17 @@ class Trials:
     def answered_rate(self, layout: Layout, repeat: int) -> float:
         """Return the requests per second that are answered if all are sent at once and nobody gives up.
 
-        Colocated workers wait for nobody, so of them the time counts that they were busy on average: how
-        unequally they end says nothing of a longer queue.  Pools may wait for each other or for the link, so
-        of them all the time counts.
+        How unequally the last ones end says nothing of a longer queue.  So the load is sent twice, four
+        times and so on, until the rate has changed by no more than the precision two times in a row.
         """
-        self._counter.begins(layout, math.inf, self._what_if)
-        deployment = self._deployment(layout)
-        patient = replace(
-            deployment.router,
-            max_queued=len(self.load.repeats[repeat]),
-            queue_timeout_s=_FOREVER_S,
-            request_timeout_s=_FOREVER_S,
-        )
-        items = self.load.at_once(repeat)
-        result = run_simulation(items, replace(deployment, router=patient))
-        seconds = result.summary.duration_s
-        if layout.is_colocated:
-            seconds = sum(use.busy_s for use in result.workers) / len(result.workers)
-        return result.summary.num_answered / seconds
+        rates = [self._rate_at_once(layout, repeat, 1)]
+        copies = 2
+        while copies * len(self.load.repeats[repeat]) <= _MOST_AT_ONCE:
+            if _is_settled(rates, self._config.precision):
+                break
+            rates.append(self._rate_at_once(layout, repeat, copies))
+            copies *= 2
+        return rates[-1]
 
     def outcome(self, layout: Layout, repeat: int, rate: float) -> Outcome:
         """Run all of a repeat at a rate."""
@@ -135,6 +129,19 @@ class Trials:
             self.load.at_rate(repeat, rate), self._deployment(layout), limits=self._config.limits
         )
         return _outcome(result, layout, rate=rate, percentile=self._config.percentile)
+
+    def _rate_at_once(self, layout: Layout, repeat: int, copies: int) -> float:
+        self._counter.begins(layout, math.inf, self._what_if)
+        deployment = self._deployment(layout)
+        patient = replace(
+            deployment.router,
+            max_queued=copies * len(self.load.repeats[repeat]),
+            queue_timeout_s=_FOREVER_S,
+            request_timeout_s=_FOREVER_S,
+        )
+        items = self.load.at_once(repeat, copies=copies)
+        summary = run_simulation(items, replace(deployment, router=patient)).summary
+        return summary.num_answered / summary.duration_s
 
     def _run_until_decided(self, layout: Layout, repeat: int, rate: float) -> bool:
         self._counter.begins(layout, rate, self._what_if)
@@ -168,6 +175,11 @@ class Trials:
             for group in layout.groups
         )
         return SimulationConfig(pools=pools, router=self._config.router, transfer=self._transfer)
+
+
+def _is_settled(rates: Sequence[float], precision: float) -> bool:
+    """Say whether the last rate and the two before it are equal, as far as the precision goes."""
+    return len(rates) > 2 and all(abs(rates[-1] - rate) <= precision * rates[-1] for rate in rates[-3:])
 
 
 def _outcome(result: SimulationResult, layout: Layout, *, rate: float, percentile: float) -> Outcome:
