@@ -114,6 +114,17 @@ def test_a_load_that_colocated_workers_answer_is_no_reason_to_split(tmp_path: Pa
     assert found.ranking.best.layout.name == "3P1D"  # it would answer more, if more came
 
 
+def test_a_load_that_nobody_answers_is_said_to_be_too_much(tmp_path: Path) -> None:
+    """36 prompts of 40 take two workers 180 ms, and 1000 a second come in 36 ms: some wait 144 ms."""
+    profile = write_profile(tmp_path, "toy", prefill=(0.0, 1e-4, 0.0), decode=(0.0, 0.0, 1e-4))
+    workload = open_workload("synthetic:prompt=100,output=101,arrival=poisson(50),count=40")
+
+    found = recommend_layout(workload, question(profile, Limits(ttft_s=0.1), gpus=2, load_rate=1000.0))
+
+    first = found.to_json()["answer"][0]
+    assert first.endswith("It does not answer the load of 1000 requests/s in 3 of 3 repeats.")
+
+
 def test_a_link_that_only_a_profile_knows_is_made_slower_too(tmp_path: Path) -> None:
     table, spec, limits, _, _ = PREFILL
     measured = {"transfers": {"here": {"latency_s": 0.0, "bytes_s": 1e7}}}

@@ -42,7 +42,7 @@ class HighestRate:
 
 
 class AnsweredRate:
-    """The requests answered per second if all are sent at once, and as many again until that changes nothing."""
+    """The requests answered per second if all are sent at once, and as many again until it has settled."""
 
     def __init__(self, trials: Trials) -> None:
         self._trials = trials

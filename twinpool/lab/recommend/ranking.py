@@ -30,6 +30,10 @@ class Entry:
     def mean(self) -> float:
         return fmean(self.values)
 
+    def misses(self, load_rate: float) -> int:
+        """Return in how many repeats a load is not answered."""
+        return sum(value < load_rate for value in self.values)
+
     def against(self, other: Entry) -> Comparison:
         """Compare two finalists, repeat by repeat."""
         comparison = compare(dict(enumerate(self.values)), dict(enumerate(other.values)))
@@ -80,9 +84,8 @@ def rank(layouts: Sequence[Layout], measure: Measure, *, repeats: int, near: flo
         found.append(Entry(layout=layout, values=(measure.value(layout, 0, near=start),)))
     found.sort(key=lambda entry: -entry.mean)
     first = found[:FINALISTS]
-    first += [entry for entry in found[FINALISTS:] if entry.layout.is_colocated][
-        : not any(entry.layout.is_colocated for entry in first)
-    ]
+    if not any(entry.layout.is_colocated for entry in first):
+        first += [entry for entry in found[FINALISTS:] if entry.layout.is_colocated][:1]
     finalists = [_with_repeats(entry, measure, repeats, near=entry.mean or near) for entry in first]
     finalists.sort(key=lambda entry: -entry.mean)
     others = [entry for entry in found if entry not in first] + below

@@ -15,6 +15,7 @@ class Reason(StrEnum):
     COLOCATED_IS_BEST = "colocated_is_best"
     NO_DIFFERENCE = "no_difference"  # the best one does not stand out from colocated
     COLOCATED_SUFFICES = "colocated_suffices"  # it answers the load that is to be answered
+    SPLIT_SUFFICES = "split_suffices"  # it answers that load in every repeat, and no colocated one does
     NOTHING_SERVES = "nothing_serves"  # no layout meets the limits at any rate
 
 
@@ -40,12 +41,16 @@ def judge(ranking: Ranking, *, precision: float, load_rate: float = 0.0) -> Verd
     best, colocated = ranking.best, ranking.colocated
     if best.mean == 0.0:
         return Verdict(chosen=colocated or best, reason=Reason.NOTHING_SERVES)
+    enough = [entry for entry in ranking.finalists if load_rate and not entry.misses(load_rate)]
+    staying = next((entry for entry in enough if entry.layout.is_colocated), None)
+    if enough and staying is None:
+        return Verdict(chosen=enough[0], reason=Reason.SPLIT_SUFFICES)
+    if staying is not None and staying is not best:
+        return Verdict(chosen=staying, reason=Reason.COLOCATED_SUFFICES)
     if colocated is None:
         return Verdict(chosen=best, reason=Reason.SPLIT_IS_BETTER)
     if best is colocated:
         return Verdict(chosen=best, reason=Reason.COLOCATED_IS_BEST)
-    if load_rate and min(colocated.values) >= load_rate:
-        return Verdict(chosen=colocated, reason=Reason.COLOCATED_SUFFICES)
     lead = best.against(colocated)
     if lead.differs and (lead.change is None or lead.change > precision * 1.001):
         return Verdict(chosen=best, reason=Reason.SPLIT_IS_BETTER)

@@ -14,7 +14,7 @@ from twinpool.lab.recommend.what_if import WhatIf
 
 def answer_lines(found: Recommendation) -> Iterator[str]:
     """Yield the answer, then its margin, its cause, and whether it would stay."""
-    yield _choice(found)
+    yield _choice(found) + _unmet(found)
     yield from _margin(found)
     yield from _cause(found)
     for what_if in found.what_ifs:
@@ -64,17 +64,30 @@ def _choice(found: Recommendation) -> str:
         )
     if reason is Reason.COLOCATED_IS_BEST:
         return f"Stay colocated: {name} answers most, {value}."
-    text = f"Split: {name} answers most, {value}"
     colocated = found.ranking.colocated
+    if reason is Reason.SPLIT_SUFFICES:
+        text = f"Split: {name} answers {found.config.load_rate:g} requests/s in every repeat, up to {value}"
+        if colocated is not None and colocated.mean:
+            return f"{text}; {colocated.layout.name} does not, with {spread_text(colocated)}."
+    else:
+        text = f"Split: {name} answers most, {value}"
     if colocated is None:
         return f"{text}; no colocated layout fits."
     if not colocated.mean:
         return f"{text}; {colocated.layout.name} meets the limits at no rate."
     gain = best.mean / colocated.mean - 1.0
-    text += f", {gain:.0%} more than {colocated.layout.name} with {spread_text(colocated)}."
-    if found.config.load_rate > min(chosen.values):
-        text += f" The load of {found.config.load_rate:.3g} requests/s is more than any layout answers."
-    return text
+    return f"{text}, {gain:.0%} more than {colocated.layout.name} with {spread_text(colocated)}."
+
+
+def _unmet(found: Recommendation) -> str:
+    chosen, load_rate = found.verdict.chosen, found.config.load_rate
+    num_missed = chosen.misses(load_rate)
+    if not num_missed or found.verdict.reason is Reason.NOTHING_SERVES:
+        return ""
+    return (
+        f" It does not answer the load of {load_rate:g} requests/s in {num_missed} of "
+        f"{len(chosen.values)} repeats."
+    )
 
 
 def _nothing(found: Recommendation) -> str:
