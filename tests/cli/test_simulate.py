@@ -109,4 +109,4 @@ def test_profiles_are_listed_with_their_sources(capsys: pytest.CaptureFixture[st
     assert (
         "a100-opt-13b: 1 x A100 80 GB, SwiftTransformer of 2024, fp16; coefficients of simdistserve" in shown
     )
-    assert "link ib_ndr_400g: 50 GB/s, 0 ms; nominal line rate" in shown
+    assert "link ib_ndr_400g: 50 GB/s for each rank, 0 ms; nominal line rate" in shown

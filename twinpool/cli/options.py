@@ -185,8 +185,8 @@ def add_simulate(command: argparse.ArgumentParser) -> None:
     _set(workers, ("--max-batch-tokens", "engine.max_batch_tokens", int, "N", "most tokens of one step"))
     _set(workers, ("--max-sequences", "engine.max_sequences", int, "N", "most sequences of one step"))
     way = command.add_argument_group("the way between them")
-    _set(way, ("--link", "simulation.transfer.link", str, "NAME", "of each worker (ib_ndr_400g)"))
-    way.add_argument("--bandwidth", metavar="SIZE", help="of it, a second, as in 25GB; else the link's")
+    _set(way, ("--link", "simulation.transfer.link", str, "NAME", "between workers (ib_ndr_400g)"))
+    way.add_argument("--bandwidth", metavar="SIZE", help="of a worker, a second, as in 25GB; else the link's")
     _set(way, ("--overlap", "simulation.transfer.overlap", str, "WHEN", "layers (default), steps or none"))
     command.add_argument("--speed", type=float, default=None, help="times the rate of the workload")
     command.add_argument("--ttft", default=None, metavar="TIME", help="limit of a good answer, as in 500ms")
@@ -229,8 +229,10 @@ def add_recommend(command: argparse.ArgumentParser) -> None:
     _set(there, ("--budget", "recommend.budget", float, "COST", "at most, in the unit of cost"))
     _set(there, ("--watts", "recommend.watts", float, "W", "at most"))
     there.add_argument("--model", default=None, help="plan the memory of each worker, by its config.json")
-    _set(there, ("--link", "recommend.transfer.link", str, "NAME", "of each worker (ib_ndr_400g)"))
-    there.add_argument("--bandwidth", metavar="SIZE", help="of it, a second, as in 25GB; else the link's")
+    _set(there, ("--link", "recommend.transfer.link", str, "NAME", "between workers (ib_ndr_400g)"))
+    there.add_argument(
+        "--bandwidth", metavar="SIZE", help="of a worker, a second, as in 25GB; else the link's"
+    )
     wanted = command.add_argument_group("what is wanted")
     wanted.add_argument("--ttft", default=None, metavar="TIME", help="limit of an answer, as in 500ms")
     wanted.add_argument("--tpot", default=None, metavar="TIME", help="the same, per token after the first")

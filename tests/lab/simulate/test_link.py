@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.lab.recommend.tables import write_profile
 from twinpool.core.layout import KVLayout
 from twinpool.core.ports import Role
+from twinpool.lab.profile.profile import load_links
 from twinpool.lab.record import Record
 from twinpool.lab.simulate.config import Emulate, Overlap, Pool, SimulationConfig, Transfer
 from twinpool.lab.simulate.link import SharedLink
@@ -74,6 +78,37 @@ def test_each_worker_has_a_link_that_its_transfers_share_unless_the_tool_that_ig
     assert alone == pytest.approx(1.0, abs=0.01)  # 512 tokens of 131,072 bytes at 64 MiB a second
     assert second_token_s(2, None) == pytest.approx([1.0, 2.0], abs=0.01)
     assert second_token_s(2, Emulate.SPLITWISE_SIM) == pytest.approx([1.0, 1.0], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("tp", "per", "seconds"), [(1, "rank", 1.0), (1, "worker", 1.0), (2, "rank", 1.0), (2, "worker", 2.0)]
+)
+def test_a_worker_has_a_link_or_each_of_its_ranks_has(
+    tp: int, per: str, seconds: float, tmp_path: Path
+) -> None:
+    """1000 tokens of 256 bytes, which every rank gets, since it keeps the only head."""
+    here = {"latency_s": 0.0, "bytes_s": 256_000.0, "per": per}
+    profile = write_profile(
+        tmp_path, "toy", prefill=(1e-6, 0.0, 0.0), decode=(1e-6, 0.0, 0.0), tp=tp, transfers={"here": here}
+    )
+    pools = tuple(Pool(role=role, workers=1, profile=profile) for role in (Role.PREFILL, Role.DECODE))
+    found: list[Record] = []
+
+    run_simulation(
+        [WorkItem(index=0, arrival_s=0.0, prompt_tokens=1000, output_tokens=2)],
+        SimulationConfig(pools=pools, transfer=Transfer(link="here")),
+        on_record=found.append,
+    )
+
+    assert found[0].gaps_s[0] == pytest.approx(seconds, abs=1e-4)
+
+
+def test_links_of_gpus_are_told_from_those_of_machines() -> None:
+    links = load_links()
+
+    assert links["ib_ndr_400g"].worker_bytes_s(8) == links["dgx_h100_8x400g"].worker_bytes_s(8) == 4e11
+    assert links["eth_100g"].worker_bytes_s(8) == links["eth_100g"].worker_bytes_s(1) == 1.25e10
+    assert links["mooncake_8x200g"].worker_bytes_s(8) == 146028888064.0  # as it was fitted
 
 
 def test_heads_that_several_ranks_keep_are_sent_to_each() -> None:

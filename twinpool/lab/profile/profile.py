@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 from twinpool.core.config import bind, load_yaml
@@ -34,12 +35,20 @@ class ModelShape:
     dtype: str = "bfloat16"  # of the KV
 
 
+class Per(StrEnum):
+    """Who has a link of its own."""
+
+    WORKER = "worker"  # all ranks of a worker together
+    RANK = "rank"  # each rank, that is each GPU
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """A way between two workers: a transfer takes ``latency_s`` and its bytes at ``bytes_s``."""
 
     latency_s: float
     bytes_s: float  # each way
+    per: Per = Per.WORKER
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -47,6 +56,10 @@ class Link:
             raise ConfigError("link.bytes_s", f"{self.bytes_s} is not above 0")
         if self.latency_s < 0.0:
             raise ConfigError("link.latency_s", f"{self.latency_s} is less than 0")
+
+    def worker_bytes_s(self, num_ranks: int) -> float:
+        """Return what leaves a worker of so many ranks in a second."""
+        return self.bytes_s * num_ranks if self.per is Per.RANK else self.bytes_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

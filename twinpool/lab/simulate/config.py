@@ -12,7 +12,7 @@ from router.config import RouterConfig
 from twinpool.core.errors import ConfigError
 from twinpool.core.ports import Role
 from twinpool.engine.config import EngineConfig
-from twinpool.lab.profile.profile import Link, load_links
+from twinpool.lab.profile.profile import Link, Per, load_links
 
 
 class Overlap(StrEnum):
@@ -58,11 +58,11 @@ class Pool:
 class Transfer:
     """How KV goes from worker to worker.
 
-    Each worker has one network link, in and out apart, which its transfers share.
+    Each worker has one network link, in and out apart, which its transfers share; or each of its ranks has.
 
     Attributes:
         link: The name of one that ships, or of a transport that was measured with the profile of the first
-            pool; ``latency_s`` and ``bytes_s`` count instead where they are given.
+            pool; ``latency_s`` and ``bytes_s``, of a worker, count instead where they are given.
         slowdown: So many times fewer bytes a second than that.
         compact: KV travels as int8 with scales.
     """
@@ -98,6 +98,7 @@ class Transfer:
         return Link(
             latency_s=link.latency_s if self.latency_s is None else self.latency_s,
             bytes_s=(link.bytes_s if self.bytes_s is None else self.bytes_s) / self.slowdown,
+            per=link.per if self.bytes_s is None else Per.WORKER,
             source=link.source if self.bytes_s is None else "as asked",
         )
 

@@ -19,13 +19,14 @@ class SharedLink:
         bytes_s: What leaves in a second.
 
     Attributes:
+        bytes_s: As above.
         num_bytes: That came so far.
     """
 
     def __init__(self, bytes_s: float) -> None:
         assert bytes_s > 0.0, "a link carries nothing"
         self.num_bytes = 0.0
-        self._bytes_s = bytes_s
+        self.bytes_s = bytes_s
         self._queued = 0.0  # at _at_s
         self._at_s = 0.0
         self._inflow = 0.0  # bytes a second
@@ -44,7 +45,7 @@ class SharedLink:
         self._advance(now_s)
         self.num_bytes += num_bytes
         self._queued += num_bytes
-        return now_s + self._queued / self._bytes_s
+        return now_s + self._queued / self.bytes_s
 
     def _advance(self, now_s: float) -> None:
         """Work the queue out up to now, from one change of the inflow to the next."""
@@ -53,7 +54,7 @@ class SharedLink:
             is_change = bool(changes) and changes[0][0] <= now_s
             to_s = changes[0][0] if is_change else now_s
             if to_s > self._at_s:
-                queued = self._queued + (self._inflow - self._bytes_s) * (to_s - self._at_s)
+                queued = self._queued + (self._inflow - self.bytes_s) * (to_s - self._at_s)
                 self._queued = queued if queued > 0.0 else 0.0
                 self._at_s = to_s
             if not is_change:

@@ -231,7 +231,7 @@ class Simulation:
             engine,
             runner=runner,
             cost=cost,
-            bytes_s=self.way.link.bytes_s,
+            bytes_s=self.way.link.worker_bytes_s(profile.tp),
             shares_prefixes=engine_config.prefix_cache,
             reserves_at_once=self._config.emulate is Emulate.SPLITWISE_SIM,
             timetable=self.timetable,

@@ -16,7 +16,7 @@ class Way:
     """Makes transfers.
 
     Args:
-        link: Of each worker.
+        link: Of each worker, or of each of its ranks.
         overlap: When KV may leave.
         compact: It travels as int8.
         is_shared: Transfers of a worker queue for its link; otherwise each has one to itself.
@@ -33,9 +33,9 @@ class Way:
         self, source: SimulatedWorker, target: SimulatedWorker, *, num_tokens: int, first_token: int
     ) -> SimulatedTransfer:
         """Begin to send tokens ``[first_token, num_tokens)`` of a prompt that ``source`` computes."""
-        links = (source.link_out, target.link_in)
+        links: tuple[SharedLink, ...] = (source.link_out, target.link_in)
         if not self._is_shared:
-            links = (SharedLink(self.link.bytes_s), SharedLink(self.link.bytes_s))
+            links = tuple(SharedLink(link.bytes_s) for link in links)
         return SimulatedTransfer(
             self, source, target, links=links, num_tokens=num_tokens, first_token=first_token
         )
@@ -74,7 +74,7 @@ class SimulatedTransfer:
         source: SimulatedWorker,
         target: SimulatedWorker,
         *,
-        links: tuple[SharedLink, SharedLink],
+        links: tuple[SharedLink, ...],
         num_tokens: int,
         first_token: int,
     ) -> None:
