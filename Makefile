@@ -23,13 +23,13 @@ test-long: $(VENV)/.dev
 gpu-check: $(VENV)/.dev  # a table, and docs/measurements/DATE-GPU.json; without a GPU it skips everything
 	$(BIN)/python -m tests.gpu.check
 
-# Three workers of one thread each, divided 1:2, 2:1 and not at all: about 10 minutes on two cores.  What is in
+# Three workers of one thread each, divided 1:2, 2:1 and not at all: about 15 minutes on two cores.  What is in
 # $(STUDY) is kept, so it goes on where it was stopped; remove the folder to begin anew.
 STUDY ?= study
 study: $(VENV)/.lab
 	$(BIN)/twinpool sweep --workers 3 --ratios 1:2,2:1 --colocated --threads 1 --kv-memory 1GiB \
 	  --workload "synthetic:prompt=bimodal(48,512,long_share=0.25,spread=0.3),output=uniform(12,36),seed=1" \
-	  --rates 0.75,1.5 --ttft 2s --tpot 150ms --cell 18 --late-limit 100ms --out $(STUDY)
+	  --rates 0.4,0.75,1.5 --ttft 2s --tpot 150ms --cell 18 --late-limit 100ms --out $(STUDY)
 	mkdir -p docs/study
 	cp -r $(STUDY)/report.html $(STUDY)/study.json $(STUDY)/figures docs/study/
 
