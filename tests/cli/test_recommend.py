@@ -44,6 +44,7 @@ def test_every_layout_is_in_the_table_and_the_answer_below_it(
     assert "Stay colocated: 2C answers" in shown
     for condition in ("2 times the load", "prompts 2 times as long", "a link 10 times slower"):
         assert f"With {condition}: 2C answers" in shown
+    assert "link ib_ndr_400g: 50 GB/s for each rank, 0 ms; nominal line rate, one way" in shown
     assert "simulations" in shown
 
 

@@ -63,6 +63,9 @@ def _show(found: Recommendation) -> None:
         console.print(f"doubt: {doubt}", soft_wrap=True, markup=False)
     for profile, source in found.sources.items():
         console.print(f"times of {profile}: {source}", style="dim", soft_wrap=True, markup=False)
+    for link in dict.fromkeys(found.links.values()):
+        text = f"link {found.config.transfer.link}: {link.text()}"
+        console.print(text, style="dim", soft_wrap=True, markup=False)
     console.print(f"{found.num_simulations} simulations", style="dim")
 
 

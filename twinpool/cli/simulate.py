@@ -102,8 +102,4 @@ def _list_profiles() -> None:
         profile = load_profile(name)
         console.print(f"{name}: {profile.hardware}, {profile.engine}; {profile.source}", soft_wrap=True)
     for name, link in load_links().items():
-        console.print(
-            f"link {name}: {link.bytes_s / 1e9:g} GB/s for each {link.per}, {link.latency_s * 1e3:g} ms; "
-            f"{link.source}",
-            soft_wrap=True,
-        )
+        console.print(f"link {name}: {link.text()}", soft_wrap=True)

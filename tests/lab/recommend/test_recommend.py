@@ -125,6 +125,53 @@ def test_a_load_that_nobody_answers_is_said_to_be_too_much(tmp_path: Path) -> No
     assert first.endswith("It does not answer the load of 1000 requests/s in 3 of 3 repeats.")
 
 
+LINK_DOUBT = "Transfers over ib_ndr_400g have no latency (nominal line rate, one way, no latency)"
+HOP_DOUBT = "The router reaches workers in no time (recommend.hop_s)"
+
+
+@pytest.mark.parametrize(
+    ("more", "doubted"),
+    [
+        ({}, [LINK_DOUBT, HOP_DOUBT]),
+        ({"transfer": Transfer(link="mooncake_8x200g")}, [HOP_DOUBT]),
+        ({"hop_s": 0.001}, [LINK_DOUBT]),
+        ({"transfer": Transfer(latency_s=1e-5), "hop_s": 0.001}, []),
+    ],
+)
+def test_what_costs_pools_and_is_taken_for_nothing_is_doubted(
+    more: dict[str, Any], doubted: list[str], tmp_path: Path
+) -> None:
+    config = question(write_profile(tmp_path, "toy", **PREFILL_BOUND), Limits(), gpus=2, **more)
+
+    found = recommend_layout(open_workload("synthetic:prompt=100,output=2,count=20"), config)
+
+    assert [doubt.partition(":")[0] for doubt in found.doubts] == doubted
+
+
+def test_hops_between_router_and_workers_cost_pools_more(tmp_path: Path) -> None:
+    """A prompt takes 0.1 s; with a hop of 60 ms its first token comes after two on 1C, after four on 1P1D."""
+    profile = write_profile(tmp_path, "toy", prefill=(0.1, 0.0, 0.0), decode=(0.001, 0.0, 0.0))
+    limits = Limits(ttft_s=0.3)
+    workload = open_workload("synthetic:prompt=100,output=2,arrival=poisson(1),count=20")
+
+    found = recommend_layout(workload, question(profile, limits, gpus=2, repeats=1, hop_s=0.06))
+
+    values = {entry.layout.name: entry.mean for entry in found.ranking.finalists}
+    assert values["2C"] > 1.0 and values["1P1D"] == 0.0
+
+
+def test_a_link_that_nobody_knows_is_refused_before_anything_is_simulated(tmp_path: Path) -> None:
+    config = question(
+        write_profile(tmp_path, "toy", **PREFILL_BOUND), Limits(), transfer=Transfer(link="here")
+    )
+    trials: list[object] = []
+
+    with pytest.raises(ConfigError, match=r"transfer\.link: here is none of"):
+        recommend_layout(open_workload(LONG_PROMPTS), config, on_trial=trials.append)
+
+    assert not trials
+
+
 def test_a_link_that_only_a_profile_knows_is_made_slower_too(tmp_path: Path) -> None:
     table, spec, limits, _, _ = PREFILL
     measured = {"transfers": {"here": {"latency_s": 0.0, "bytes_s": 1e7}}}

@@ -57,6 +57,10 @@ class Link:
         if self.latency_s < 0.0:
             raise ConfigError("link.latency_s", f"{self.latency_s} is less than 0")
 
+    def text(self) -> str:
+        """Return it in words, with its source."""
+        return f"{self.bytes_s / 1e9:g} GB/s for each {self.per}, {self.latency_s * 1e3:g} ms; {self.source}"
+
     def worker_bytes_s(self, num_ranks: int) -> float:
         """Return what leaves a worker of so many ranks in a second."""
         return self.bytes_s * num_ranks if self.per is Per.RANK else self.bytes_s

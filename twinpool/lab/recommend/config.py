@@ -44,6 +44,7 @@ class RecommendConfig:
         has_what_if: Whether to ask again with twice the load, longer prompts and a slower link.
         repeats: Workloads, each offered to every layout in question.
         precision: Ratio of a rate that is tried and the one below, less 1.
+        hop_s: From the router to a worker, and back, each; None: the longest that a profile says.
     """
 
     kinds: tuple[WorkerKind, ...]
@@ -61,6 +62,7 @@ class RecommendConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     transfer: Transfer = field(default_factory=Transfer)
+    hop_s: float | None = None
 
     def __post_init__(self) -> None:
         if not self.kinds:
@@ -73,6 +75,8 @@ class RecommendConfig:
                 raise ConfigError(
                     "recommend.gpus", f"is missing, and no budget bounds the number of {kind.profile}"
                 )
+        if self.hop_s is not None and self.hop_s < 0.0:
+            raise ConfigError("recommend.hop_s", f"{self.hop_s} is less than 0")
         if not 0.0 < self.percentile <= 100.0:
             raise ConfigError("recommend.percentile", f"{self.percentile} is not in (0, 100]")
         if not 0.001 <= self.precision <= 0.5:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from twinpool.lab.profile.profile import Link, Profile
 from twinpool.lab.recommend.config import RecommendConfig
 from twinpool.lab.recommend.offered_load import OfferedLoad
 from twinpool.lab.recommend.ranking import Ranking
@@ -11,8 +14,20 @@ _LEAST_MISSES = 5  # requests that may miss the limits; the share of fewer is mo
 _LEAST_LIMITS = 20  # times the limit of the first token that a run should last
 
 
-def find_doubts(config: RecommendConfig, load: OfferedLoad, ranking: Ranking) -> tuple[str, ...]:
-    """List them as sentences."""
+def find_doubts(
+    config: RecommendConfig,
+    load: OfferedLoad,
+    ranking: Ranking,
+    *,
+    profiles: Mapping[str, Profile],
+    links: Mapping[str, Link],
+) -> tuple[str, ...]:
+    """List them as sentences.
+
+    Args:
+        profiles: Of ``config.kinds``, by name.
+        links: Over which workers of each send.
+    """
     doubts = []
     num_requests = len(load.repeats[0])
     if config.repeats < LEAST_REPEATS:
@@ -32,4 +47,18 @@ def find_doubts(config: RecommendConfig, load: OfferedLoad, ranking: Ranking) ->
                 f"At {ranking.best.mean:.3g} requests/s all come in {lasts_s:.3g} s, little more than one "
                 "may wait: with more requests the highest rates may be lower."
             )
+    has_pools = not all(entry.layout.is_colocated for entry in (*ranking.finalists, *ranking.others))
+    bare = [link for link in links.values() if not link.latency_s]
+    if has_pools and bare:
+        doubts.append(
+            f"Transfers over {config.transfer.link} have no latency ({bare[0].source}): pools pay for what a "
+            "real link has."
+        )
+    hop_s = config.hop_s
+    if hop_s is None:
+        hop_s = max(profile.hop_s for profile in profiles.values())
+    if has_pools and not hop_s:
+        doubts.append(
+            "The router reaches workers in no time (recommend.hop_s): pools pay for that way twice."
+        )
     return tuple(doubts)

@@ -45,10 +45,11 @@ def recommend_layout(
         on_trial: Told of each simulation as it begins.
 
     Raises:
-        ConfigError: A profile is not right, profiles are of different models, there are too many layouts or
-            none, or the workload has too few requests.
+        ConfigError: A profile or the link is not right, profiles are of different models, there are too many
+            layouts or none, or the workload has too few requests.
     """
     profiles = _profiles(config)
+    links = {name: config.transfer.resolve(profile.transfers) for name, profile in profiles.items()}
     load = offer(workload, repeats=config.repeats, needs_rate=config.has_limits)
     room = Room(config, profiles, model=model)
     layouts, misfits = _fitting(config, profiles, room, load)
@@ -83,13 +84,14 @@ def recommend_layout(
     return Recommendation(
         config=config,
         sources={name: profile.source for name, profile in profiles.items()},
+        links=links,
         ranking=ranking,
         verdict=verdict,
         misfits=tuple(misfits),
         evidence_rate=rate,
         evidence=evidence,
         what_ifs=tuple(what_ifs),
-        doubts=find_doubts(config, load, ranking),
+        doubts=find_doubts(config, load, ranking, profiles=profiles, links=links),
         own_rate=load.own_rate,
         num_simulations=counter.num_trials,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from twinpool.core.config import unbind
+from twinpool.lab.profile.profile import Link
 from twinpool.lab.recommend.config import RecommendConfig
 from twinpool.lab.recommend.layout import Layout
 from twinpool.lab.recommend.ranking import Entry, Ranking
@@ -29,6 +30,7 @@ class Recommendation:
 
     Attributes:
         sources: Of the times of each profile.
+        links: Over which workers of each profile send.
         evidence_rate: Requests per second at which the finalists were looked at; infinite: all at once.
         evidence: How they fared there, by layout, in the first repeat.
         doubts: Why the answer may be less sure than it sounds.
@@ -36,6 +38,7 @@ class Recommendation:
 
     config: RecommendConfig
     sources: Mapping[str, str]
+    links: Mapping[str, Link]
     ranking: Ranking
     verdict: Verdict
     misfits: tuple[Misfit, ...]
@@ -66,6 +69,7 @@ class Recommendation:
             "answer": list(answer_lines(self)),
             "config": unbind(self.config),
             "profiles": dict(self.sources),
+            "links": {name: unbind(link) for name, link in self.links.items()},
             "own_rate": self.own_rate,
             "layouts": [
                 *(_entry(entry, is_finalist=True) for entry in self.ranking.finalists),

@@ -174,7 +174,9 @@ class Trials:
             )
             for group in layout.groups
         )
-        return SimulationConfig(pools=pools, router=self._config.router, transfer=self._transfer)
+        return SimulationConfig(
+            pools=pools, router=self._config.router, transfer=self._transfer, hop_s=self._config.hop_s
+        )
 
 
 def _is_settled(rates: Sequence[float], precision: float) -> bool:
