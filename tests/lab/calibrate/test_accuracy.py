@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -20,6 +21,10 @@ MEASURED = Outcome(tokens_per_s=50.0, ttft_s=0.4, tpot_s=0.1, good_share=0.9)
         ([(1.0, 1.0), (2.0, 3.0), (3.0, 2.0)], 0.5),  # 1 - 6 * (0 + 1 + 1) / (3 * 8)
         ([(1.0, 1.0), (1.0, 2.0), (2.0, 3.0)], 0.75**0.5),  # ranks 1.5, 1.5, 3 and 1, 2, 3
         ([(1.0, 1.0), (1.0, 2.0)], None),
+        ([(11.40, 11.42), (11.41, 11.41), (11.42, 11.40)], None),  # within 2 %: no order, not the opposite
+        ([(1.0, 1.0), (1.01, 2.0), (2.0, 3.0)], 0.75**0.5),  # ranks 1.5, 1.5, 3 and 1, 2, 3
+        ([(1.0, 1.0), (1.015, 2.0), (1.03, 3.0)], 0.75**0.5),  # 1.03 is no tie of 1.0
+        ([(0.0, 1.0), (1.0, inf), (2.0, inf)], 0.75**0.5),
     ],
 )
 def test_rank_correlation(pairs: list[tuple[float, float]], wanted: float | None) -> None:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 from statistics import fmean
 
-from twinpool.core.ports import Role
 from twinpool.engine.config import EngineConfig
 from twinpool.lab.metrics.summary import Summary
-from twinpool.lab.simulate.config import Pool, SimulationConfig, Transfer
+from twinpool.lab.simulate.config import ROLE_LETTERS, Pool, SimulationConfig, Transfer
 from twinpool.lab.simulate.simulation import run_simulation
 from twinpool.lab.study.arm import Arm
 from twinpool.lab.study.cell import Cell
 from twinpool.lab.study.settings import StudySettings
 
-_LETTERS = {Role.PREFILL: "P", Role.DECODE: "D", Role.COLOCATED: "C"}
+_TIE = 0.02  # values that are no further apart have no order: no measurement is that exact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +57,7 @@ class Score:
 
 def layout_name(arm: Arm) -> str:
     """Return ``2P1D`` or ``3C``."""
-    return "".join(f"{workers}{_LETTERS[role]}" for role, workers in arm.pools.items())
+    return "".join(f"{workers}{ROLE_LETTERS[role]}" for role, workers in arm.pools.items())
 
 
 def predict(settings: StudySettings, arm: Arm, cell: Cell, *, profile: str, transport: str) -> Outcome:
@@ -106,14 +105,25 @@ def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
 def rank_correlation(pairs: Iterable[tuple[float, float]]) -> float | None:
     """Return Spearman's correlation, 1 if both orders are the same; None where one side has no order.
 
-    Values that are equal share the mean of their ranks.
+    Values of one side that are within 2 % of each other share the mean of their ranks.
     """
     firsts, seconds = zip(*pairs, strict=True)
-    first, second = _ranks(firsts), _ranks(seconds)
+    first, second = _ranks(_tied(firsts)), _ranks(_tied(seconds))
     mean = (len(first) + 1) / 2
     above = sum((one - mean) * (other - mean) for one, other in zip(first, second, strict=True))
     below = sqrt(sum((one - mean) ** 2 for one in first) * sum((other - mean) ** 2 for other in second))
     return above / below if below > 0.0 else None
+
+
+def _tied(values: Sequence[float]) -> list[float]:
+    """Return the least value of the tie that each one is in."""
+    least = -inf
+    told: dict[float, float] = {}
+    for value in sorted(values):
+        if value > least * (1.0 + _TIE):
+            least = value
+        told[value] = least
+    return [told[value] for value in values]
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

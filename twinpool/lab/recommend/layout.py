@@ -8,8 +8,7 @@ from pathlib import PurePath
 
 from twinpool.core.ports import Role
 from twinpool.lab.recommend.config import WorkerKind
-
-_LETTERS = {Role.PREFILL: "P", Role.DECODE: "D", Role.COLOCATED: "C"}
+from twinpool.lab.simulate.config import ROLE_LETTERS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +32,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        return f"{self.workers}{_LETTERS[self.role]}" + (f"({self.label})" if self.label else "")
+        return f"{self.workers}{ROLE_LETTERS[self.role]}" + (f"({self.label})" if self.label else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

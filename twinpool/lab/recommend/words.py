@@ -10,6 +10,7 @@ from twinpool.lab.recommend.recommendation import Recommendation
 from twinpool.lab.recommend.trials import Outcome
 from twinpool.lab.recommend.verdict import Reason
 from twinpool.lab.recommend.what_if import WhatIf
+from twinpool.lab.study.findings.words import ms
 
 
 def answer_lines(found: Recommendation) -> Iterator[str]:
@@ -31,10 +32,6 @@ def question_text(config: RecommendConfig) -> str:
         f"highest rate at which {config.percentile:g} % of the requests have their first token within "
         f"{ms(limits.ttft_s)}{tpot}"
     )
-
-
-def ms(seconds: float) -> str:
-    return f"{seconds * 1000:.3g} ms" if seconds < 1.0 else f"{seconds:.3g} s"
 
 
 def spread_text(entry: Entry) -> str:

@@ -169,7 +169,10 @@ class SimulationConfig:
         return names
 
 
-_ROLES = {"P": Role.PREFILL, "D": Role.DECODE, "C": Role.COLOCATED}
+ROLE_LETTERS: Mapping[Role, str] = MappingProxyType(
+    {Role.PREFILL: "P", Role.DECODE: "D", Role.COLOCATED: "C"}
+)  # in the name of a layout, as in 2P1D
+_ROLES = {letter: role for role, letter in ROLE_LETTERS.items()}
 _LAYOUT = re.compile(r"(\d+)([PDC])", re.ASCII)
 
 
