@@ -30,6 +30,35 @@ def test_two_flows_on_one_link_take_twice_as_long_as_one() -> None:
     assert link.burst(64 * MIB, now_s=10.0) == pytest.approx(10.0 + alone)
 
 
+@pytest.mark.parametrize(
+    ("rate", "queued", "left_s"),
+    [
+        (1.0, 0.0, 4.0),  # 3 bytes in 2 s on a link of one a second: 1 waits, and the last layer
+        (3.0, 0.0, 2.0 + 1.0 / 3.0),  # they are gone at once, so there is only the last layer
+        (1.0, 10.0, 14.0),  # all 14 bytes wait for each other
+    ],
+)
+def test_a_flow_that_is_over_early_has_come_by_then(rate: float, queued: float, left_s: float) -> None:
+    link = SharedLink(rate)
+    link.burst(queued, now_s=0.0)
+    flow = link.flow(3.0, start_s=0.0, end_s=6.0)
+
+    link.hasten(flow, now_s=2.0)
+
+    assert link.burst(1.0, now_s=2.0) == pytest.approx(left_s)
+    assert link.burst(1.0, now_s=20.0) == pytest.approx(20.0 + 1.0 / rate)  # nothing comes any more
+
+
+def test_a_flow_that_is_over_before_it_began_comes_at_once() -> None:
+    link = SharedLink(1.0)
+    flow = link.flow(3.0, start_s=4.0, end_s=10.0)
+
+    link.hasten(flow, now_s=2.0)
+
+    assert link.burst(0.0, now_s=2.0) == pytest.approx(5.0)
+    assert link.burst(1.0, now_s=6.0) == pytest.approx(7.0)
+
+
 @settings(deadline=None)
 @given(
     layers=st.integers(2, 90),

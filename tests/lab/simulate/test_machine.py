@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lab.recommend.tables import write_profile
 from twinpool.core.config import to_yaml
 from twinpool.core.errors import ConfigError
 from twinpool.core.ports import Role
@@ -14,7 +15,7 @@ from twinpool.lab.profile.polynomial import Polynomial
 from twinpool.lab.profile.profile import load_profile
 from twinpool.lab.profile.slowdown import Slowdown
 from twinpool.lab.record import Record
-from twinpool.lab.simulate.config import Pool, SimulationConfig
+from twinpool.lab.simulate.config import Pool, SimulationConfig, Transfer, parse_layout
 from twinpool.lab.simulate.machine import Machine
 from twinpool.lab.simulate.simulation import run_simulation
 from twinpool.lab.simulate.timetable import Timetable
@@ -83,6 +84,44 @@ def test_workers_of_one_machine_slow_each_other_down(
     for record in records_of(tmp_path, workers, items):
         assert record.first_token_s == pytest.approx(0.01 + 1.0 * prompt)
         assert record.gaps_s == pytest.approx([0.1 * decode] * 2)
+
+
+def test_kv_is_whole_no_sooner_than_it_was_computed_though_a_neighbour_ended(tmp_path: Path) -> None:
+    """The second prompt begins at 0.9 s beside the first, at half its pace, which would take until 2.9 s.
+
+    The first ends at 1.1 s, so it takes until 2 s.  Its first layer was expected at 1.4 s, and from then on
+    the link, on which its KV takes 10 s, has enough to do.
+    """
+    profile = write_profile(
+        tmp_path,
+        "toy",
+        prefill=(1.0, 0.0, 0.0),
+        decode=(1e-6, 0.0, 0.0),
+        slowdown={"prompts": [1.0, 2.0, 2.0], "decodes": [1.0, 2.0, 2.0]},
+        model={
+            "name": "toy",
+            "num_layers": 4,
+            "num_kv_heads": 1,
+            "head_dim": 64,
+            "max_tokens": 8192,
+            "dtype": "float16",
+        },
+    )
+    pools = tuple(Pool(role=role, workers=n, profile=profile) for role, n in parse_layout("2P2D"))
+    records: list[Record] = []
+
+    run_simulation(
+        [
+            WorkItem(index=0, arrival_s=0.0, prompt_tokens=100, output_tokens=1),
+            WorkItem(index=1, arrival_s=0.9, prompt_tokens=100, output_tokens=2),
+        ],
+        SimulationConfig(pools=pools, transfer=Transfer(bytes_s=100 * 4 * 256 / 10.0, latency_s=0.0)),
+        on_record=records.append,
+    )
+
+    second = max(records, key=lambda record: record.index)
+    assert second.first_token_s == pytest.approx(2.0)
+    assert second.last_token_s == pytest.approx(1.4 + 10.0, abs=0.01)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,10 @@ one piece, which gives the same departure as ``L`` pieces: the last byte leaves
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
+from typing import TypeAlias
+
+Flow: TypeAlias = tuple[float, float, float]  # when it begins, when it ends, and bytes a second
 
 
 class SharedLink:
@@ -33,12 +36,30 @@ class SharedLink:
         self._num_flows = 0
         self._changes: list[tuple[float, float]] = []  # (when, change of _inflow), those to come
 
-    def flow(self, num_bytes: float, *, start_s: float, end_s: float) -> None:
+    def flow(self, num_bytes: float, *, start_s: float, end_s: float) -> Flow:
         """Let bytes come evenly from ``start_s`` to ``end_s``, which is later; neither has passed."""
         self.num_bytes += num_bytes
         inflow = num_bytes / (end_s - start_s)
         heappush(self._changes, (start_s, inflow))
         heappush(self._changes, (end_s, -inflow))
+        return (start_s, end_s, inflow)
+
+    def hasten(self, flow: Flow, *, now_s: float) -> None:
+        """Let all of a flow have come by now, which is before its end.
+
+        It might have come faster since its start, so only that is queued for which there was no room then.
+        """
+        start_s, end_s, inflow = flow
+        self._advance(now_s)
+        self._changes.remove((end_s, -inflow))
+        room = 0.0
+        if start_s > now_s:
+            self._changes.remove((start_s, inflow))
+        else:
+            room = max(0.0, (self.bytes_s - self._inflow) * (now_s - start_s) - self._queued)
+            self._changes.append((now_s, -inflow))
+        heapify(self._changes)
+        self._queued += max(0.0, (end_s - max(start_s, now_s)) * inflow - room)
 
     def burst(self, num_bytes: float, *, now_s: float) -> float:
         """Let bytes come at once; return when the last of them will have left."""

@@ -8,7 +8,7 @@ from kv_transfer.plan import agreed_wire, plan_head_copies
 from twinpool.core.layout import KVLayout, wire_bytes
 from twinpool.lab.profile.profile import Link
 from twinpool.lab.simulate.config import Overlap
-from twinpool.lab.simulate.link import SharedLink
+from twinpool.lab.simulate.link import Flow, SharedLink
 from twinpool.lab.simulate.worker import SimulatedWorker
 
 
@@ -58,6 +58,7 @@ class SimulatedTransfer:
 
     __slots__ = (
         "_due_bytes",
+        "_flows",
         "_links",
         "_source",
         "_target",
@@ -86,6 +87,7 @@ class SimulatedTransfer:
         self._links = links
         self._written = min(first_token, num_tokens)
         self._due_bytes = 0.0  # what becomes ready when the current step ends
+        self._flows: tuple[Flow, ...] = ()  # of the current step, on each link
         self._token_bytes = way.token_bytes(source.info.layout, target.info.layout)
 
     def computes(self, end_token: int, *, start_s: float, end_s: float) -> None:
@@ -100,14 +102,22 @@ class SimulatedTransfer:
         layer_bytes = num_bytes / num_layers
         self._due_bytes = layer_bytes
         layer_s = (end_s - start_s) / num_layers
-        for link in self._links:
-            link.flow(num_bytes - layer_bytes, start_s=start_s + layer_s, end_s=end_s)
+        self._flows = tuple(
+            [
+                link.flow(num_bytes - layer_bytes, start_s=start_s + layer_s, end_s=end_s)
+                for link in self._links
+            ]
+        )
 
     def computed(self, *, is_last: bool, now_s: float) -> None:
         """That step ended; ``is_last``: the prompt is whole."""
         if self._way.overlap is Overlap.NONE and not is_last:
             return
         if self._due_bytes:
+            for link, flow in zip(self._links, self._flows, strict=False):
+                if now_s < flow[1]:  # sooner than it looked: a neighbour ended
+                    link.hasten(flow, now_s=now_s)
+            self._flows = ()
             left_s = max([link.burst(self._due_bytes, now_s=now_s) for link in self._links])
             self.whole_s = left_s + self._way.link.latency_s
             self._due_bytes = 0.0
