@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -11,12 +13,12 @@ from hypothesis import strategies as st
 from tests.lab.recommend.tables import write_profile
 from twinpool.core.layout import KVLayout
 from twinpool.core.ports import Role
-from twinpool.lab.profile.profile import load_links
+from twinpool.lab.profile.profile import Link, load_links
 from twinpool.lab.record import Record
 from twinpool.lab.simulate.config import Emulate, Overlap, Pool, SimulationConfig, Transfer
 from twinpool.lab.simulate.link import SharedLink
 from twinpool.lab.simulate.simulation import run_simulation
-from twinpool.lab.simulate.transfer import token_bytes
+from twinpool.lab.simulate.transfer import Way, token_bytes
 from twinpool.lab.workload.item import WorkItem
 
 MIB = 2**20
@@ -138,6 +140,35 @@ def test_links_of_gpus_are_told_from_those_of_machines() -> None:
     assert links["ib_ndr_400g"].worker_bytes_s(8) == links["dgx_h100_8x400g"].worker_bytes_s(8) == 4e11
     assert links["eth_100g"].worker_bytes_s(8) == links["eth_100g"].worker_bytes_s(1) == 1.25e10
     assert links["mooncake_8x200g"].worker_bytes_s(8) == 146028888064.0  # as it was fitted
+
+
+class Ends:
+    """What a transfer asks of a worker."""
+
+    def __init__(self) -> None:
+        layout = KVLayout(
+            num_layers=1, num_kv_heads=1, head_dim=64, block_tokens=16, dtype="float16", tp_size=1
+        )
+        self.info = SimpleNamespace(layout=layout)
+        self.link_in, self.link_out = SharedLink(256.0), SharedLink(256.0)  # a token a second
+        self.kv_bytes_in = self.kv_bytes_out = 0
+
+
+def test_bytes_that_queue_at_their_sender_take_the_receiver_as_well() -> None:
+    """What docs/lab.md says is not simulated: the second transfer of ``a`` really comes to ``y`` at 1 s only.
+
+    So that of ``b`` has the link of ``y`` to itself until then, and is there at 1 s.
+    """
+    a, b, x, y = (Ends() for _ in range(4))
+    way = Way(Link(latency_s=0.0, bytes_s=256.0), overlap=Overlap.NONE, compact=False, is_shared=True)
+
+    def whole_s(source: Ends, target: Ends) -> float:
+        transfer = way.transfer(cast(Any, source), cast(Any, target), num_tokens=1, first_token=0)
+        transfer.computes(1, start_s=-1.0, end_s=0.0)
+        transfer.computed(is_last=True, now_s=0.0)
+        return transfer.whole_s
+
+    assert [whole_s(a, x), whole_s(a, y), whole_s(b, y)] == [1.0, 2.0, 2.0]
 
 
 def test_heads_that_several_ranks_keep_are_sent_to_each() -> None:
