@@ -19,7 +19,7 @@ class Record:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    queue_s: float | None = None  # until somebody began to compute the prompt
+    queue_s: float | None = None  # until the router first had room for it
     kv_bytes: int = 0  # moved between workers
     path: str = ""  # disaggregated, local or colocated
     error: str = ""  # kind of error; empty: it was answered

@@ -63,7 +63,11 @@ class Server:
             counts = {"connections": self.num_connections, "left": self.num_left}
             return {"times": self.log, "bodies": self.bodies, **counts}
         if path.startswith("/admin/requests/"):
-            spans = [{"name": "queue", "start_s": 0.0}, {"name": "prefill", "start_s": 0.004}]
+            spans = [  # room is reserved on the decode worker after the wait and before the prefill
+                {"name": "queue", "start_s": 0.0, "end_s": 0.004},
+                {"name": "prefill", "start_s": 0.009, "end_s": 0.1},
+                {"name": "queue", "start_s": 0.1, "end_s": 0.2},  # for another try
+            ]
             return {"spans": spans, "kv_bytes": 77}
         return {"version": "toy-1"}
 

@@ -154,12 +154,34 @@ def test_without_anybody_to_decode_requests_end_with_the_error_of_the_router() -
         losses=(Loss(at_s=0.0, worker="decode-0"),),
         router=RouterConfig(queue_timeout_s=2.0, max_queued=3),
     )
-    found = records(workload(6, seed=2, rate=1000.0), deployment)
-    assert sorted(record.error for record in found if record.output_tokens == 0) == [
-        *["NoWorkers"] * sum(record.error == "NoWorkers" for record in found),
-        *["QueueFull"] * sum(record.error == "QueueFull" for record in found),
+    items = [
+        WorkItem(index=i, arrival_s=0.25 * (i + 1), prompt_tokens=100, output_tokens=10) for i in range(6)
     ]
-    assert {record.error for record in found} >= {"NoWorkers", "QueueFull"}
+
+    found = records(iter(items), deployment)
+
+    assert [(record.error, record.end_s) for record in found] == [
+        ("no_workers", 2.25),
+        ("no_workers", 2.5),
+        ("no_workers", 2.75),
+        ("queue_full", 1.0),
+        ("queue_full", 1.25),
+        ("queue_full", 1.5),
+    ]
+    assert {(record.output_tokens, record.queue_s) for record in found} == {(0, None)}
+
+
+def test_a_request_waits_until_the_router_has_room_and_no_longer() -> None:
+    """The way to the workers is no wait: there is room for one at once, and for the other when it ends."""
+    deployment = replace(
+        config("1P1D"), hop_s=0.25, router=RouterConfig(max_running_per_worker=1, prefill_depth=1)
+    )
+    items = [WorkItem(index=i, arrival_s=0.0, prompt_tokens=100, output_tokens=2) for i in range(2)]
+
+    first, second = records(iter(items), deployment)
+
+    assert first.queue_s == 0.0 and first.last_token_s is not None
+    assert second.queue_s == pytest.approx(first.last_token_s - 0.25)
 
 
 def test_a_prefix_that_is_known_is_neither_computed_nor_sent_again() -> None:

@@ -10,7 +10,7 @@ from twinpool.lab.bench.fetch import fetch
 from twinpool.lab.bench.target import Target
 
 _TIMEOUT_S = 10.0
-_WORK = ("prefill", "decode")  # spans that begin when the router has found room
+_WAIT = "queue"  # the span that ends when the router has found room
 
 
 async def inside(pool: ConnectionPool, target: Target, request_id: str) -> tuple[float | None, int]:
@@ -25,9 +25,9 @@ async def inside(pool: ConnectionPool, target: Target, request_id: str) -> tuple
         return None, 0
     if not isinstance(told, Mapping):
         return None, 0
-    begins = [
-        float(span["start_s"])
+    ends = [
+        float(span["end_s"])
         for span in told.get("spans", ())
-        if isinstance(span, Mapping) and span.get("name") in _WORK
+        if isinstance(span, Mapping) and span.get("name") == _WAIT and span.get("end_s") is not None
     ]
-    return min(begins, default=None), int(told.get("kv_bytes", 0))
+    return min(ends, default=None), int(told.get("kv_bytes", 0))

@@ -33,7 +33,7 @@ class Summary:
         self.tpot_s = Percentiles()  # one mean for each request, over its tokens after the first
         self.itl_s = Percentiles()  # between one token and the next, of all requests alike
         self.e2e_s = Percentiles()  # until the last token
-        self.queue_s = Percentiles()  # until somebody began to compute the prompt, where that is known
+        self.queue_s = Percentiles()  # until the router had room, where that is known
         self.normalised_s = Percentiles()  # end to end, by output token
         self.late_s = Percentiles()
         self.num_requests = 0

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from router.claim import Claim
+from router.http.errors import verdict_of
 from router.placing import Placing
 from router.tries import Tries, is_refusal
 from router.waiting_line import Waiter, WaitingLine
@@ -68,6 +69,7 @@ class Journey:
     """
 
     __slots__ = (
+        "_begun_s",
         "_claim",
         "_deadline_s",
         "_decode",
@@ -84,7 +86,6 @@ class Journey:
         "_prefill",
         "_prefilling",
         "_request",
-        "_started_s",
         "_transfer",
         "_tries",
         "_turn",
@@ -113,7 +114,7 @@ class Journey:
         self._num_cached = 0
         self._output_tokens = 0
         self._kv_bytes = 0
-        self._started_s: float | None = None
+        self._begun_s: float | None = None  # when there first was room
         self._patience_s = 0.0
         self._is_over = False
         self._is_sent = False  # all KV of the current attempt is where it is to be
@@ -182,6 +183,8 @@ class Journey:
 
     def _begin(self, claim: Claim) -> None:
         self._claim = claim
+        if not self._num_attempts:
+            self._begun_s = self._deployment.timetable.time_s
         self._num_attempts += 1
         self._is_sent = False
         self.path = claim.path
@@ -265,8 +268,6 @@ class Journey:
     # What the workers say.
 
     def computes(self, prompt: Prompt, *, start_s: float, end_s: float) -> None:
-        if self._started_s is None:
-            self._started_s = start_s
         if self._transfer is not None:
             self._transfer.computes(prompt.end_token, start_s=start_s, end_s=end_s)
 
@@ -367,10 +368,10 @@ class Journey:
                 prompt_tokens=item.prompt_tokens,
                 cached_tokens=self._num_cached,
                 output_tokens=self._output_tokens,
-                queue_s=None if self._started_s is None else self._started_s - item.arrival_s,
+                queue_s=None if self._begun_s is None else self._begun_s - item.arrival_s,
                 kv_bytes=self._kv_bytes,
                 path=self.path,
-                error="" if error is None else type(error).__name__,
+                error="" if error is None else verdict_of(error).code,
             ),
         )
         if claim is not None:
