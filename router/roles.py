@@ -60,6 +60,29 @@ class RoleChange:
 OnChanged = Callable[[RoleChange], Awaitable[None]]
 
 
+def roles_of_others(pool: WorkerPool, handle: WorkerHandle) -> Collection[Role]:
+    """Return the roles of everybody else who is ready."""
+    return {
+        other.info.role for other in pool.handles if other is not handle and other.state is WorkerState.READY
+    }
+
+
+def check_change(pool: WorkerPool, handle: WorkerHandle, role: Role) -> None:
+    """Refuse what would leave nobody to answer.
+
+    Raises:
+        InvalidRequest: It would.
+    """
+    others = roles_of_others(pool, handle)
+    then, name = {*others, role}, handle.worker_id
+    if not then & {Role.DECODE, Role.COLOCATED}:
+        raise InvalidRequest("worker", f"{name} as {role} would leave no decode worker")
+    if not pool.can_answer_with(then):
+        raise InvalidRequest("worker", f"{name} as {role} would leave no prefill worker")
+    if pool.can_answer and not pool.can_answer_with(others):
+        raise InvalidRequest("worker", f"while {name} changes its role nobody could answer")
+
+
 class RoleChanger:
     """Changes the roles of the workers of a pool, one after the other.
 
@@ -125,7 +148,8 @@ class RoleChanger:
             if order.clear_cache:
                 freed_blocks = await self._ask(handle, handle.ports.worker.clear_cache)
         else:
-            self._check(handle, order)
+            if not order.is_forced:
+                check_change(self._pool, handle, order.role)
             self._pool.begin_change(handle, order.role)
             try:
                 num_moved = await self._empty(handle, order)
@@ -164,37 +188,12 @@ class RoleChanger:
             raise Unavailable(f"{worker_id} is {handle.state.value}, not ready")
         return handle
 
-    def _check(self, handle: WorkerHandle, order: RoleOrder) -> None:
-        """Refuse what would leave nobody to answer, unless that is meant.
-
-        Raises:
-            InvalidRequest: It would.
-        """
-        if order.is_forced:
-            return
-        others = self._others(handle)
-        then = {*others, order.role}
-        if not then & {Role.DECODE, Role.COLOCATED}:
-            raise InvalidRequest("worker", f"{order.worker_id} as {order.role} would leave no decode worker")
-        if not self._pool.can_answer_with(then):
-            raise InvalidRequest("worker", f"{order.worker_id} as {order.role} would leave no prefill worker")
-        if self._pool.can_answer and not self._pool.can_answer_with(others):
-            raise InvalidRequest("worker", f"while {order.worker_id} changes its role nobody could answer")
-
-    def _others(self, handle: WorkerHandle) -> Collection[Role]:
-        """Return the roles of everybody else who is ready."""
-        return {
-            other.info.role
-            for other in self._pool.handles
-            if other is not handle and other.state is WorkerState.READY
-        }
-
     async def _empty(self, handle: WorkerHandle, order: RoleOrder) -> int:
         """Wait until the worker holds nothing; return how many requests had to go on elsewhere."""
         if await self._is_empty(handle, handle.tenure, within_s=order.timeout_s):
             return 0
         num_running, role = handle.in_flight, handle.info.role
-        if num_running and not self._pool.can_answer_with(self._others(handle)):
+        if num_running and not self._pool.can_answer_with(roles_of_others(self._pool, handle)):
             raise Unavailable(
                 f"{order.worker_id} still has {num_running} in flight after {order.timeout_s:g} s, and "
                 f"nobody else could go on; it is {role} as before"

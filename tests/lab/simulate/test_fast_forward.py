@@ -9,6 +9,7 @@ from dataclasses import astuple, replace
 import pytest
 
 from router.config import RouterConfig
+from twinpool.core.errors import ConfigError
 from twinpool.core.ports import Role
 from twinpool.engine.config import EngineConfig
 from twinpool.engine.engine import Engine
@@ -146,6 +147,34 @@ def test_a_worker_that_changes_its_role_serves_in_the_new_one() -> None:
     assert uses["prefill-1"].prefilled_tokens > 0
     assert uses["prefill-1"].decoded_tokens > 0
     assert uses["decode-0"].kv_bytes_in + uses["prefill-1"].kv_bytes_in == result.summary.kv_bytes
+
+
+def test_a_role_change_that_would_leave_nobody_to_answer_is_refused() -> None:
+    change = RoleChange(at_s=4.0, worker="decode-0", role=Role.PREFILL)
+
+    with pytest.raises(
+        ConfigError, match=r"role_changes: at 4 s .*decode-0 as prefill would leave no decode"
+    ):
+        records(workload(150, seed=5, rate=6.0), replace(config("1P1D"), role_changes=(change,)))
+
+
+def test_a_worker_whose_requests_nobody_could_go_on_with_stays_what_it_is() -> None:
+    """At 1 s decode-0 is to empty, at 1.5 s the other decode worker dies, and at 2 s the time is over."""
+    deployment = replace(
+        config("1P2D"),
+        role_changes=(RoleChange(at_s=1.0, worker="decode-0", role=Role.PREFILL, timeout_s=1.0),),
+        losses=(Loss(at_s=1.5, worker="decode-1"),),
+    )
+    items = [
+        WorkItem(index=i, arrival_s=0.0, prompt_tokens=100, output_tokens=300 if i < 2 else 2)
+        for i in range(4)
+    ]
+    items.append(WorkItem(index=4, arrival_s=6.0, prompt_tokens=100, output_tokens=2))
+
+    found = records(iter(items), deployment)
+
+    assert [record.error for record in found] == [""] * 5
+    assert found[4].path == "disaggregated"
 
 
 def test_without_anybody_to_decode_requests_end_with_the_error_of_the_router() -> None:

@@ -105,7 +105,11 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleChange:
-    """From a moment on a worker takes nothing new, and once it is empty it has another role."""
+    """From a moment on a worker takes nothing new, and once it is empty it has another role.
+
+    One that would leave nobody to answer is refused, as the router does; one whose requests nobody else could
+    go on with when the time is over does not happen.
+    """
 
     at_s: float
     worker: str  # role and number, as in decode-0

@@ -13,11 +13,12 @@ from typing import cast
 from router.claim import Claim
 from router.placing import Placing
 from router.policy import load_policy
+from router.roles import check_change, roles_of_others
 from router.tenure import Reassigned
 from router.tries import Tries
 from router.waiting_line import WaitingLine
 from router.workers import WorkerHandle, WorkerPool, WorkerPorts
-from twinpool.core.errors import ConfigError, PromptTooLong, ServingError, WorkerLost
+from twinpool.core.errors import ConfigError, InvalidRequest, PromptTooLong, ServingError, WorkerLost
 from twinpool.core.ports import Role, WorkerInfo
 from twinpool.engine.engine import Engine, EngineLimits
 from twinpool.lab.metrics.limits import Limits
@@ -290,6 +291,10 @@ class Simulation:
         worker, handle = self._lives[life_id], self._handle(life_id)
         if worker.is_lost or handle.info.role is change.role:
             return
+        try:
+            check_change(self._pool, handle, change.role)
+        except InvalidRequest as error:
+            raise ConfigError("role_changes", f"at {change.at_s:g} s {error}") from None
         self._pool.begin_change(handle, change.role)
         move_s = self.timetable.time_s + change.timeout_s
 
@@ -298,6 +303,11 @@ class Simulation:
                 return
             if handle.in_flight or worker.engine.num_sequences:
                 if self.timetable.time_s >= move_s:
+                    if handle.in_flight and not self._pool.can_answer_with(
+                        roles_of_others(self._pool, handle)
+                    ):
+                        self._pool.end_change(handle)
+                        return
                     self._fail_all(worker, Reassigned(life_id, handle.end_tenure()))
                 self.timetable.at(self.timetable.time_s + LOOK_EVERY_S, look)
                 return
