@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.shared import vectors
-from twinpool.core.errors import ConfigError
-from twinpool.lab.profile.bounds import (
+from tests.lab.profile.bounds import (
     WorkerRate,
     colocated_rate,
     disaggregated_rate,
@@ -14,6 +12,8 @@ from twinpool.lab.profile.bounds import (
     match_workers,
     mean_ttft_s,
 )
+from tests.shared import vectors
+from twinpool.core.errors import ConfigError
 
 KNOWN = vectors()
 pytestmark = pytest.mark.skipif(not KNOWN, reason="vectors.json is not here")

@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from tests.lab.profile.bounds import colocated_rate, disaggregated_rate
 from tests.lab.recommend.tables import brute_force, write_profile
 from twinpool.core.errors import ConfigError
 from twinpool.lab.metrics.limits import Limits
-from twinpool.lab.profile.bounds import colocated_rate, disaggregated_rate
 from twinpool.lab.recommend.config import RecommendConfig, WorkerKind
 from twinpool.lab.recommend.recommend import recommend_layout
 from twinpool.lab.recommend.verdict import Reason

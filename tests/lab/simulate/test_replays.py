@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from router.config import RouterConfig
+from tests.lab.profile.bounds import colocated_rate, disaggregated_rate, mean_ttft_s
 from tests.shared import vectors
 from twinpool.core.config import to_yaml
 from twinpool.core.errors import ConfigError
 from twinpool.core.layout import KVLayout
 from twinpool.core.ports import Role
 from twinpool.engine.config import EngineConfig
-from twinpool.lab.profile.bounds import colocated_rate, disaggregated_rate, mean_ttft_s
 from twinpool.lab.profile.polynomial import Polynomial
 from twinpool.lab.profile.profile import ModelShape, Profile, load_profile
 from twinpool.lab.record import Record

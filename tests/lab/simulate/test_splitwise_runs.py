@@ -19,6 +19,7 @@ import pytest
 
 from router.config import RouterConfig
 from router.policy import Placement, Snapshot
+from tests.lab.simulate.slowdowns import PERCENTS, SPLITWISE_LIMITS, Slowdowns
 from tests.shared import SHARED, vectors
 from twinpool.core.config import to_yaml
 from twinpool.core.ports import Role
@@ -31,7 +32,6 @@ from twinpool.lab.record import Record
 from twinpool.lab.simulate.config import Emulate, Overlap, Pool, SimulationConfig, Transfer
 from twinpool.lab.simulate.journey import Journey
 from twinpool.lab.simulate.simulation import Simulation
-from twinpool.lab.simulate.slowdown import PERCENTS, SPLITWISE_LIMITS, Slowdowns
 from twinpool.lab.simulate.worker import SimulatedWorker
 from twinpool.lab.workload.item import WorkItem
 

@@ -1,6 +1,6 @@
-"""What follows from rates alone, in closed form: bounds that a simulation must keep, and first guesses.
+"""What follows from rates alone, in closed form: bounds that a simulation must keep.
 
-None of these knows lengths, latency limits, links or memory; a deployment is chosen by simulation.
+None of these knows lengths, latency limits, links or memory.
 """
 
 from __future__ import annotations
