@@ -111,7 +111,7 @@ def test_an_unknown_profile_and_a_wrong_one_are_refused(tmp_path: Path) -> None:
     path.write_text(
         text.replace("large_batch: 95", "large_batch: 95\nbatch_tokens:\n  prefill: []\n  decode: []")
     )
-    with pytest.raises(ConfigError, match=r"batch_tokens\.prefill: is no list of pairs"):
+    with pytest.raises(ConfigError, match=r"batch_tokens\.prefill: has no row"):
         load_profile(str(path))
     path.write_text(text.replace("kv_cache_bytes: 46293012480", "kv_cache_bytes: 0"))
     with pytest.raises(ConfigError, match="kv_cache_bytes: 0 is less than 1"):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from twinpool.core.errors import ConfigError
 from twinpool.lab.profile.cost import Chunk, CostModel, DecodeLine, line_s
-from twinpool.lab.profile.curve import Curve
+from twinpool.lab.profile.curve import Curve, check_times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,9 @@ class BatchTokens:
     def __post_init__(self) -> None:
         for name in ("prefill", "decode"):
             rows = getattr(self, name)
-            if not rows or any(len(row) != 2 or row[1] <= 0.0 for row in rows):
-                raise ConfigError(f"batch_tokens.{name}", "is no list of pairs")
+            if not rows:
+                raise ConfigError(f"batch_tokens.{name}", "has no row")
+            check_times(f"batch_tokens.{name}", rows, lowest=(1.0,))
 
     def cost_model(self) -> CostModel:
         """Return the times of any step."""

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+from twinpool.core.errors import ConfigError
+
+# Seconds of a step that can be: below is no clock's tick, above no simulation ends.
+SHORTEST_S, LONGEST_S = 1e-9, 1e9
 
 
 class Segment(NamedTuple):
@@ -40,6 +45,32 @@ class Curve:
     def segment(self, x: float) -> Segment:
         """Return the segment on which ``x`` lies; of two, the right one."""
         return self.segments[min(bisect_right(self._ends, x), len(self.segments) - 1)]
+
+
+def check_times(field: str, rows: Sequence[Sequence[float]], *, lowest: Sequence[float]) -> None:
+    """Refuse measured rows that no curve goes through: of each, what was measured and then its seconds.
+
+    Args:
+        field: Who is blamed.
+        rows: The rows.
+        lowest: The least that each number before the seconds can be.
+
+    Raises:
+        ConfigError: A row has too many numbers or too few, one that cannot be, or what another row has.
+    """
+    seen = set()
+    for number, row in enumerate(rows):
+        name = f"{field}[{number}]"
+        if len(row) != len(lowest) + 1:
+            raise ConfigError(name, f"{list(row)} is no row of {len(lowest) + 1} values")
+        *point, seconds = row
+        if any(value < least for value, least in zip(point, lowest, strict=True)):
+            raise ConfigError(name, f"{list(row)} has a number below {', '.join(f'{x:g}' for x in lowest)}")
+        if not SHORTEST_S <= seconds <= LONGEST_S:
+            raise ConfigError(name, f"{seconds:g} s is not in [{SHORTEST_S:g}, {LONGEST_S:g}]")
+        if tuple(point) in seen:
+            raise ConfigError(name, f"{point} was measured before")
+        seen.add(tuple(point))
 
 
 def _through(x: float, y: float, next_x: float, next_y: float) -> Segment:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from twinpool.core.errors import ConfigError
 from twinpool.lab.profile.cost import Chunk, CostModel, DecodeLine, line_s
-from twinpool.lab.profile.curve import Curve
+from twinpool.lab.profile.curve import Curve, check_times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +34,8 @@ class Measured:
     decode: tuple[tuple[float, ...], ...]
 
     def __post_init__(self) -> None:
-        for name, rows, width in (("prefill", self.prefill, 4), ("decode", self.decode, 3)):
-            for number, row in enumerate(rows):
-                if len(row) != width or min(row) < 0.0 or row[-1] <= 0.0:
-                    raise ConfigError(f"measured.{name}[{number}]", f"{row} is no row of {width} values")
+        check_times("measured.prefill", self.prefill, lowest=(1.0, 1.0, 0.0))
+        check_times("measured.decode", self.decode, lowest=(1.0, 0.0))
         if len(self._single_prompts()) < 2:
             raise ConfigError("measured.prefill", "has less than two single prompts without cached tokens")
         if not self.decode:

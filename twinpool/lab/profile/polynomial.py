@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from twinpool.core.errors import ConfigError
 from twinpool.lab.profile.cost import Chunk, CostModel, DecodeLine, line_s
+from twinpool.lab.profile.curve import LONGEST_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,9 +30,16 @@ class Polynomial:
     large_batch: int = 0  # 0: there is no second formula
 
     def __post_init__(self) -> None:
-        for name in ("prefill", "decode", "decode_large"):
-            if len(getattr(self, name)) != 3 and (name != "decode_large" or self.large_batch):
-                raise ConfigError(f"polynomial.{name}", f"has {len(getattr(self, name))} numbers, not three")
+        if self.large_batch < 0:
+            raise ConfigError("polynomial.large_batch", f"{self.large_batch} is less than 0")
+        for name in ("prefill", "decode", *(("decode_large",) if self.large_batch else ())):
+            factors = getattr(self, name)
+            if len(factors) != 3:
+                raise ConfigError(f"polynomial.{name}", f"has {len(factors)} numbers, not three")
+            if min(factors) < 0.0:
+                raise ConfigError(f"polynomial.{name}", f"{min(factors):g} is less than 0")
+            if sum(factors) > LONGEST_S:  # of one token
+                raise ConfigError(f"polynomial.{name}", f"a token takes {sum(factors):g} s")
 
     def cost_model(self) -> CostModel:
         """Return the times of any step."""

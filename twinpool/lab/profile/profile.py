@@ -12,7 +12,7 @@ from pathlib import Path
 
 from twinpool.core.config import bind, load_yaml
 from twinpool.core.errors import ConfigError
-from twinpool.core.layout import KVLayout
+from twinpool.core.layout import DTYPE_BYTES, KVLayout
 from twinpool.lab.profile.batch_tokens import BatchTokens
 from twinpool.lab.profile.cost import CostModel
 from twinpool.lab.profile.measured import Measured
@@ -21,6 +21,7 @@ from twinpool.lab.profile.slowdown import Slowdown
 
 _SHIPPED = Path(__file__).parent / "data"
 _LINKS = "links.yaml"
+_MOST_BLOCKS = 10**7  # a hundred times those of the largest profile that ships
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,13 @@ class ModelShape:
     head_dim: int
     max_tokens: int  # prompt and answer together
     dtype: str = "bfloat16"  # of the KV
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model.{name}", f"{getattr(self, name)} is less than 1")
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError("model.dtype", f"{self.dtype!r} is none of {', '.join(DTYPE_BYTES)}")
 
 
 class Per(StrEnum):
@@ -97,8 +105,9 @@ class Profile:
     def __post_init__(self) -> None:
         if len(self._times()) != 1:
             raise ConfigError("profile", "has not one of measured, polynomial, batch_tokens")
-        if self.kv_cache_bytes < 1:
-            raise ConfigError("kv_cache_bytes", f"{self.kv_cache_bytes} is less than 1")
+        for name in ("tp", "kv_cache_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, f"{getattr(self, name)} is less than 1")
         if self.hop_s < 0.0:
             raise ConfigError("hop_s", f"{self.hop_s} is less than 0")
 
@@ -122,12 +131,16 @@ class Profile:
         """Return how many blocks the cache has: each rank keeps its heads of every block.
 
         Raises:
-            ConfigError: Not one.
+            ConfigError: Not one, or more than a simulation keeps count of.
         """
         layout = self.layout(block_tokens=block_tokens)
         num_blocks = self.kv_cache_bytes // (layout.rank_block_bytes * self.tp)
         if not num_blocks:
             raise ConfigError("kv_cache_bytes", f"{self.kv_cache_bytes} holds no block of {block_tokens}")
+        if num_blocks > _MOST_BLOCKS:
+            raise ConfigError(
+                "kv_cache_bytes", f"{self.kv_cache_bytes} holds {num_blocks} blocks, more than {_MOST_BLOCKS}"
+            )
         return num_blocks
 
     def _times(self) -> list[Measured | Polynomial | BatchTokens]:
