@@ -106,14 +106,6 @@ def test_failures_have_no_latencies_but_are_counted_as_sent() -> None:
     assert told["goodput"]["share"] == 0.0
 
 
-def test_merged_summaries_are_one_that_saw_all() -> None:
-    first, second = Summary().add_all([QUICK, FAILED]), Summary().add_all([SLOW, ONE_TOKEN])
-
-    first.merge(second)
-
-    assert first.to_json() == Summary().add_all([QUICK, FAILED, SLOW, ONE_TOKEN]).to_json()
-
-
 def test_nothing_comes_to_nulls_that_json_can_say() -> None:
     told = json.loads(json.dumps(Summary().to_json(), allow_nan=False))
 

@@ -25,7 +25,7 @@ _NUM_BUCKETS = math.ceil(math.log(_MOST) / _LOG_GROWTH) - _LEAST_POWER + 2  # th
 
 
 class Percentiles:
-    """Numbers of 0 and more, added one by one or merged."""
+    """Numbers of 0 and more, added one by one or many at a time."""
 
     def __init__(self) -> None:
         self._fresh: list[float] = []
@@ -37,11 +37,6 @@ class Percentiles:
 
     def __len__(self) -> int:
         return self._folded + len(self._fresh)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether every value is still known."""
-        return self._buckets is None
 
     def add(self, value: float) -> None:
         """Count one value."""
@@ -55,17 +50,6 @@ class Percentiles:
         self._fresh += values
         if len(self._fresh) >= EXACT:
             self._fold()
-
-    def merge(self, other: Percentiles) -> None:
-        """Count all that ``other`` has counted."""
-        if other._buckets is not None:
-            self._fold()
-            assert self._buckets is not None, "folding makes buckets"
-            self._buckets += other._buckets
-            self._folded += other._folded
-            self._folded_sum += other._folded_sum
-            self._least, self._most = min(self._least, other._least), max(self._most, other._most)
-        self.extend(other._fresh)
 
     def mean(self) -> float | None:
         """Return the arithmetic mean; None of nothing."""

@@ -72,24 +72,6 @@ class Summary:
             self.add(record)
         return self
 
-    def merge(self, other: Summary) -> None:
-        """Count all that ``other`` has counted, by its own limits."""
-        for name in LATENCIES:
-            getattr(self, name).merge(getattr(other, name))
-        for name in (
-            "num_requests",
-            "num_good",
-            "prompt_tokens",
-            "cached_tokens",
-            "output_tokens",
-            "kv_bytes",
-        ):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.errors += other.errors
-        self.paths += other.paths
-        self.first_due_s = min(self.first_due_s, other.first_due_s)
-        self.last_end_s = max(self.last_end_s, other.last_end_s)
-
     @property
     def num_answered(self) -> int:
         return self.num_requests - self.errors.total()
