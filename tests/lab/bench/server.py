@@ -122,8 +122,15 @@ class Connection(asyncio.Protocol):
             _whole(self._transport, error, status="429 Too Many Requests")
         elif behave == "no_http":
             self._transport.write(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
+        elif behave == "refuse_deep":
+            data = b"[" * 100_000
+            self._transport.write(b"HTTP/1.1 500 No\r\ncontent-length: %d\r\n\r\n%b" % (len(data), data))
         elif behave == "close":
             self._transport.close()
+        elif "says" in asked:  # the whole body, word for word
+            data = str(asked["says"]).encode()
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n"
+            self._transport.write(head % len(data) + data)
         else:
             self._transport.write(
                 b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"

@@ -130,6 +130,70 @@ def test_what_goes_wrong_is_counted_by_its_kind(behave: str, kind: str, has_firs
     assert result.first_problem.startswith(kind)
 
 
+_TEXT = 'data: {"choices": [{"text": "a"}]}\n\n'
+_DONE = "data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    ("says", "kind"),
+    [
+        ("data: " + "[" * 100_000 + "\n\n" + _DONE, "malformed"),
+        ('data: {"error": {"code": "[/bold]\\ud800\\u001b"}}\n\n', "[/bold]\\ud800\\x1b"),
+        (_DONE, "empty"),
+        ('data: {"choices": []}\n\n' + _DONE, "empty"),
+        (
+            'data: {"choices": [{"delta": {"role": "assistant"}, "finish_reason": "stop"}]}\n\n' + _DONE,
+            "empty",
+        ),
+    ],
+)
+def test_whatever_a_stranger_says_is_a_kind_of_error(says: str, kind: str) -> None:
+    spec = "synthetic:prompt=9,output=5,arrival=at_once,count=3"
+    with serving() as url:
+        result, _ = _run(url, spec, warmup=0, timeout_s=5.0, body={"says": says})
+
+    assert result.summary.errors == {kind: 3}
+
+
+def test_a_refusal_that_is_nested_deeply_is_known_by_its_status() -> None:
+    spec = "synthetic:prompt=9,output=5,arrival=at_once,count=3"
+    with serving() as url:
+        result, _ = _run(url, spec, warmup=0, timeout_s=5.0, body={"behave": "refuse_deep"})
+
+    assert result.summary.errors == {"http_500": 3}
+
+
+@pytest.mark.parametrize("usage", ["-7", "1" + "0" * 400, "true", "null", '"7"', "1.5"])
+def test_a_count_that_can_be_none_is_as_one_that_was_not_sent(usage: str) -> None:
+    spec = "synthetic:prompt=9,output=2,arrival=at_once,count=3"
+    counts = f'"prompt_tokens": {usage}, "completion_tokens": {usage}'
+    details = f'"prompt_tokens_details": {{"cached_tokens": {usage}}}'
+    event = f'data: {{"choices": [], "usage": {{{counts}, {details}}}}}\n\n'
+    with serving() as url:
+        result, _ = _run(url, spec, warmup=0, timeout_s=5.0, body={"says": _TEXT + _TEXT + event + _DONE})
+
+    assert result.summary.num_answered == 3
+    assert result.summary.prompt_tokens == 3 * 9
+    assert (result.summary.output_tokens, result.summary.cached_tokens) == (3 * 2, 0)
+
+
+def test_what_takes_the_records_ends_the_run_by_failing() -> None:
+    taken: list[Record] = []
+
+    def take(record: Record) -> None:
+        if len(taken) == 2:
+            raise LookupError("no room")
+        taken.append(record)
+
+    workload = open_workload("synthetic:prompt=9,output=2,arrival=constant(20),count=100000")
+    begun_s = time.monotonic()
+    with serving() as url, pytest.raises(LookupError, match="no room"):
+        run_bench(workload, BenchConfig(url=url, warmup=0), on_record=take)
+
+    assert len(taken) == 2
+    assert time.monotonic() - begun_s < 60.0  # 5000 is what the whole workload takes
+
+
 @pytest.mark.parametrize("cut", [0, 1, 2, 3, 4])
 def test_an_answer_ends_however_the_end_of_its_body_is_cut(cut: int) -> None:
     spec = "synthetic:prompt=9,output=5,arrival=constant(100),count=10"

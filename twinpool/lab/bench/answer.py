@@ -6,10 +6,11 @@ the text has.  Knows no HTTP; the time of each piece is passed in.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
+
+from twinpool.lab.bench.strangers import printable, read_count, read_json
 
 _MAX_EVENT_BYTES = 16 * 1024 * 1024
 _SHOWN = (
@@ -54,23 +55,26 @@ class Answer:
     @property
     def output_tokens(self) -> int:
         """As the server counted; otherwise one for each chunk with text."""
-        counted = self.usage.get("completion_tokens")
-        if isinstance(counted, int):
+        counted = read_count(self.usage.get("completion_tokens"))
+        if counted is not None:
             return counted
         return 0 if self.last_s is None else len(self.gaps_s) + 1
 
     @property
+    def is_counted(self) -> bool:
+        """Whether the server said how many tokens it has; a chunk may hold several."""
+        return read_count(self.usage.get("completion_tokens")) is not None
+
+    @property
     def prompt_tokens(self) -> int | None:
         """As the server counted."""
-        counted = self.usage.get("prompt_tokens")
-        return counted if isinstance(counted, int) else None
+        return read_count(self.usage.get("prompt_tokens"))
 
     @property
     def cached_tokens(self) -> int:
         """Tokens of the prompt that the server had computed before."""
         details = self.usage.get("prompt_tokens_details")
-        counted = details.get("cached_tokens") if isinstance(details, Mapping) else None
-        return counted if isinstance(counted, int) else 0
+        return read_count(details.get("cached_tokens")) or 0 if isinstance(details, Mapping) else 0
 
     def feed(self, data: bytes, now_s: float) -> None:
         """Take a piece of the body that came at ``now_s``.
@@ -103,10 +107,11 @@ class Answer:
         if _is_plain(data):
             self._text(now_s)
             return
-        if data == b"[DONE]":
+        if data.strip() == b"[DONE]":
             self.is_done = True
+            self._finished_s = now_s if self._finished_s is None else self._finished_s
             return
-        chunk = json.loads(data)
+        chunk = read_json(data)
         if not isinstance(chunk, dict):
             raise ValueError("an event is not a JSON object")
         if chunk.get("error"):
@@ -147,7 +152,7 @@ def kind_of(error: object) -> str:
     if isinstance(error, Mapping):
         for name in ("code", "type"):
             if isinstance(error.get(name), str) and error[name]:
-                return str(error[name])
+                return printable(error[name])
     return "server_error"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from twinpool.core.errors import Unavailable
 from twinpool.lab.bench.connection import ConnectionPool
 from twinpool.lab.bench.response import Response
+from twinpool.lab.bench.strangers import printable, read_json
 from twinpool.lab.bench.target import Target
 
 _MAX_BYTES = 16 * 1024 * 1024
@@ -39,12 +40,12 @@ class _Fetch:
             return
         status = self._response.status
         if error or status != 200:
-            told = reason if error else bytes(self._body[:500]).decode("utf-8", "replace")
+            told = printable(reason if error else bytes(self._body[:500]).decode("utf-8", "replace"))
             problem = f"{error or status} {told}"
             self.done.set_exception(Unavailable(problem))
             return
         try:
-            self.done.set_result(json.loads(bytes(self._body)))
+            self.done.set_result(read_json(self._body))
         except ValueError:
             self.done.set_exception(Unavailable("the answer is not JSON"))
 

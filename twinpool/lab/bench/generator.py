@@ -46,6 +46,8 @@ class LoadGenerator:
         self.most_in_flight = 0
         self.is_stopped = False
         self.first_problem = ""  # the first error, with what the server said of it
+        self.num_uncounted = 0  # answers whose tokens the server did not count
+        self.num_other_length = 0  # answers that are longer or shorter than asked
         self._requests = requests
         self._pool = pool
         self._config = config
@@ -53,12 +55,17 @@ class LoadGenerator:
         self._loop = asyncio.get_running_loop()
         self._start_s = self._loop.time()
         self._deadlines: dict[SentRequest, asyncio.TimerHandle] = {}  # of those that go on
+        self._failure: Exception | None = None  # of ``on_record``; it ends the run
         self._looks: set[asyncio.Task[None]] = set()  # for what the server knows of one that has ended
         self._woken = self._loop.create_future()  # what the run waits for: its end, or for the next request
 
     @property
     def num_in_flight(self) -> int:
         return len(self._deadlines)
+
+    @property
+    def _is_over(self) -> bool:
+        return self.is_stopped or self._failure is not None
 
     @property
     def elapsed_s(self) -> float:
@@ -71,16 +78,21 @@ class LoadGenerator:
         self._wake()
 
     async def run(self, workload: Iterable[WorkItem]) -> None:
-        """Send all of a workload, which is in the order of arrival, and wait until all of it has ended."""
+        """Send all of a workload, which is in the order of arrival, and wait until all of it has ended.
+
+        What ``on_record`` raises ends the run at once, and is raised here when the rest is given up.
+        """
         self._start_s = self._loop.time() + _LEAD_S
         try:
             await self._send_all(workload)
-            while self._deadlines and not self.is_stopped:
+            while self._deadlines and not self._is_over:
                 await self._wait()
         finally:
             for sent in list(self._deadlines):
                 self._give_up(sent, _INTERRUPTED)
             await asyncio.gather(*self._looks)
+        if self._failure is not None:
+            raise self._failure
 
     async def _send_all(self, workload: Iterable[WorkItem]) -> None:
         for number, item in enumerate(workload):
@@ -90,13 +102,13 @@ class LoadGenerator:
                 await self._until(sent.due_s)
             elif number % _CROWD == 0:
                 await asyncio.sleep(0)
-            if self.is_stopped:
+            if self._is_over:
                 return
             self._send(sent)
 
     async def _until(self, time_s: float) -> None:
         """Wait for a time, or until the run is stopped."""
-        while self._loop.time() < time_s and not self.is_stopped:
+        while self._loop.time() < time_s and not self._is_over:
             alarm = self._loop.call_at(time_s, self._wake)
             await self._wait()
             alarm.cancel()
@@ -132,12 +144,15 @@ class LoadGenerator:
         self._deadlines.pop(sent).cancel()
         if sent.error not in ("", _INTERRUPTED) and not self.first_problem:
             self.first_problem = f"{sent.error} {sent.message}".strip()
+        if not sent.error:
+            self.num_uncounted += not sent.is_counted
+            self.num_other_length += not sent.is_as_long_as_asked
         if self._config.timelines and not sent.error:
             look = self._loop.create_task(self._look(sent))
             self._looks.add(look)
             look.add_done_callback(self._looks.discard)
         else:
-            self._on_record(sent.record())
+            self._note(sent.record())
         if not self._deadlines:
             self._wake()
 
@@ -145,4 +160,11 @@ class LoadGenerator:
         """Record a request with what the server knows of it."""
         target, request_id = self._requests.target, self._requests.request_id(sent.item)
         queue_s, kv_bytes = await inside(self._pool, target, request_id)
-        self._on_record(sent.record(queue_s=queue_s, kv_bytes=kv_bytes))
+        self._note(sent.record(queue_s=queue_s, kv_bytes=kv_bytes))
+
+    def _note(self, record: Record) -> None:
+        try:
+            self._on_record(record)
+        except Exception as error:  # noqa: BLE001 - the event loop would log it, and the run never end
+            self._failure = self._failure or error
+            self._wake()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 
 from twinpool.lab.bench.answer import Answer, kind_of
 from twinpool.lab.bench.response import Response
+from twinpool.lab.bench.strangers import printable, read_json
 from twinpool.lab.record import Record
 from twinpool.lab.workload.item import WorkItem
 
@@ -44,6 +44,15 @@ class SentRequest:
         """When it is to be sent, by the event loop's clock."""
         return self._start_s + self.item.arrival_s
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether the server said how many tokens its answer has."""
+        return self._answer.is_counted
+
+    @property
+    def is_as_long_as_asked(self) -> bool:
+        return self._answer.output_tokens == self.item.output_tokens
+
     def started(self, now_s: float) -> None:
         self._sent_s = self._sent_s or now_s
 
@@ -57,7 +66,7 @@ class SentRequest:
     def ended(self, error: str, now_s: float, reason: str = "") -> None:
         self._end_s = now_s
         self._answer.finish()
-        self.message = reason
+        self.message = printable(reason)
         self.error = error or self._problem()
         self._on_end(self)
 
@@ -102,10 +111,12 @@ class SentRequest:
 
     def _problem(self) -> str:
         if self._status == 200:
-            return self._answer.error or ("" if self._answer.is_complete else "incomplete")
-        self.message = bytes(self._failure).decode("utf-8", "replace")
+            if self._answer.error or not self._answer.is_complete:
+                return self._answer.error or "incomplete"
+            return "" if self._answer.output_tokens else "empty"
+        self.message = printable(bytes(self._failure).decode("utf-8", "replace"))
         try:
-            told = json.loads(self._failure)
+            told = read_json(self._failure)
         except ValueError:
             return f"http_{self._status}"
         error = told.get("error") if isinstance(told, Mapping) else None
@@ -114,4 +125,4 @@ class SentRequest:
 
 def _path(response: Response) -> str:
     """How a Twinpool server answered, without what happened on the way."""
-    return response.headers.get("x-twinpool-path", "").partition(";")[0]
+    return printable(response.headers.get("x-twinpool-path", "").partition(";")[0])

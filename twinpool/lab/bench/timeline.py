@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeGuard
 
 from twinpool.core.errors import Unavailable
 from twinpool.lab.bench.connection import ConnectionPool
@@ -10,6 +11,7 @@ from twinpool.lab.bench.fetch import fetch
 from twinpool.lab.bench.target import Target
 
 _TIMEOUT_S = 10.0
+_MOST_S, _MOST_BYTES = 1e9, 1e18
 _WAIT = "queue"  # the span that ends when the router has found room
 
 
@@ -25,9 +27,16 @@ async def inside(pool: ConnectionPool, target: Target, request_id: str) -> tuple
         return None, 0
     if not isinstance(told, Mapping):
         return None, 0
+    spans = told.get("spans")
     ends = [
         float(span["end_s"])
-        for span in told.get("spans", ())
-        if isinstance(span, Mapping) and span.get("name") == _WAIT and span.get("end_s") is not None
+        for span in (spans if isinstance(spans, list) else ())
+        if isinstance(span, Mapping) and span.get("name") == _WAIT and _is_below(_MOST_S, span.get("end_s"))
     ]
-    return min(ends, default=None), int(told.get("kv_bytes", 0))
+    kv_bytes = told.get("kv_bytes")
+    return min(ends, default=None), int(kv_bytes) if _is_below(_MOST_BYTES, kv_bytes) else 0
+
+
+def _is_below(most: float, value: object) -> TypeGuard[int | float]:
+    """Say whether a stranger's value is a number that can be one of these."""
+    return isinstance(value, int | float) and 0 <= value < most
