@@ -31,7 +31,7 @@ REPLACED_S = 60.0  # a Ray actor and a worker process start; how long that takes
 
 QUICK = Ask(prompt="after the fault", max_tokens=4)
 LONG_PROMPTS = tuple(
-    Ask(prompt=tuple((i * i + 7 * number) % 256 for i in range(1800)), max_tokens=20, is_new=True)
+    Ask(prompt=tuple((i * i + 7 * number) % 256 for i in range(2700)), max_tokens=20, is_new=True)
     for number in range(2)
 )
 LONG_ANSWERS = tuple(Ask(prompt=f"tell me story {number}", max_tokens=500) for number in range(2))

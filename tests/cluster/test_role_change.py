@@ -34,6 +34,7 @@ def are_ready(server: Server, **roles: str) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_pools_follow_the_roles_of_their_workers_and_so_do_restarted_ones(model: Path) -> None:
     with serving(model, "--prefill", "1", "--decode", "2", "--decode-tensor-parallel", "2") as server:
         expected = server.answer()

@@ -159,6 +159,7 @@ def run_serve(*options: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 def test_a_driver_that_got_no_time_for_long_finds_its_workers_ended_and_starts_them_again(
     model: Path,
 ) -> None:
