@@ -72,7 +72,7 @@ def test_an_interrupt_ends_the_run_cleanly_and_keeps_what_was_measured(tmp_path:
         with subprocess.Popen(
             [*command, spec], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as run:
-            _until_written(out / "requests.jsonl")
+            _until_written(out / "requests.jsonl.new")
             time.sleep(1.0)
             run.send_signal(signal.SIGINT)
             stdout, stderr = run.communicate(timeout=30)
@@ -85,6 +85,65 @@ def test_an_interrupt_ends_the_run_cleanly_and_keeps_what_was_measured(tmp_path:
     assert {record.error for record in records} <= {"", "interrupted"}
     assert summary["client"]["sent"] == len(records) == summary["summary"]["requests"]
     assert summary["summary"]["answered"] > 0
+
+
+def test_a_run_that_does_not_begin_leaves_an_earlier_one_as_it_was(tmp_path: Path) -> None:
+    for name in ("requests.jsonl", "summary.json"):
+        (tmp_path / name).write_text("of an earlier run")
+
+    done = _bench(SPEC, "--url", "http://127.0.0.1:1", "--out", str(tmp_path))
+
+    assert done.returncode == 1
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "requests.jsonl": "of an earlier run",
+        "summary.json": "of an earlier run",
+    }
+
+
+def test_a_full_disk_costs_the_files_and_not_the_numbers(tmp_path: Path) -> None:
+    (tmp_path / "requests.jsonl").write_text("of an earlier run")
+    (tmp_path / "requests.jsonl.new").symlink_to("/dev/full")
+
+    with serving() as url:
+        done = _bench(
+            "synthetic:prompt=9,output=2,arrival=constant(200),count=200",
+            "--url",
+            url,
+            "--out",
+            str(tmp_path),
+        )
+
+    assert done.returncode == 2
+    assert "200 of 200 answered" in done.stdout
+    assert done.stderr == f"twinpool: error: --out: {tmp_path} cannot be written: No space left on device\n"
+    assert (tmp_path / "requests.jsonl").read_text() == "of an earlier run"
+
+
+def test_what_came_before_a_line_that_cannot_be_read_is_measured(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = '{"arrival_s": 0.0, "prompt_tokens": 9, "output_tokens": 4}\n'
+    trace.write_text(line * 60 + line[:30])
+
+    with serving() as url:
+        done = _bench(f"trace:path={trace}", "--url", url, "--out", str(tmp_path / "out"))
+
+    told = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert done.returncode == 1
+    assert "60 of 60 answered" in done.stdout
+    assert f"not valid: {trace}:61: is not JSON" in done.stdout
+    assert told["summary"]["answered"] == told["client"]["sent"] == 60
+    assert not told["valid"]
+    assert len(list(read_records(tmp_path / "out" / "requests.jsonl"))) == 60
+
+
+def test_markup_of_a_stranger_is_shown_as_it_is() -> None:
+    says = 'data: {"error": {"code": "[/bold]\\ud800"}}\n\n'
+    with serving() as url:
+        body = json.dumps({"says": says})
+        done = _bench(SPEC, "--url", url, "--set", "bench.warmup=0", "--set", f"bench.body={body}")
+
+    assert "errors: [/bold]\\ud800 30" in done.stdout
+    assert not done.stderr
 
 
 def test_a_workload_can_be_written_without_a_server(tmp_path: Path) -> None:

@@ -103,6 +103,33 @@ def test_what_cannot_be_is_refused_by_the_name_of_the_setting(
     assert message in capsys.readouterr().err
 
 
+def test_what_came_before_a_line_that_cannot_be_read_is_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = '{"arrival_s": 0.0, "prompt_tokens": 9, "output_tokens": 4}\n'
+    trace.write_text(line * 60 + line[:30])
+
+    assert main(["simulate", f"trace:path={trace}", *PROFILE, "--out", str(tmp_path)]) == 1
+
+    assert f"not all of the workload: {trace}:61: is not JSON" in capsys.readouterr().out
+    told = json.loads((tmp_path / "summary.json").read_text())
+    assert told["summary"]["answered"] == 60
+    assert told["problem"].startswith(f"{trace}:61: is not JSON")
+
+
+def test_a_full_disk_costs_the_files_and_not_the_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "requests.jsonl.new").symlink_to("/dev/full")
+
+    assert main(["simulate", SPEC, *PROFILE, "--out", str(tmp_path)]) == 2
+
+    shown = capsys.readouterr()
+    assert "answered in" in shown.out
+    assert shown.err == f"twinpool: error: --out: {tmp_path} cannot be written: No space left on device\n"
+
+
 def test_profiles_are_listed_with_their_sources(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--profiles"]) == 0
     shown = capsys.readouterr().out

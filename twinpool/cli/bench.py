@@ -16,14 +16,16 @@ from rich.live import Live
 from rich.text import Text
 
 from twinpool.cli.bench_args import Asked, api_key_of, asked
-from twinpool.cli.lab_args import records_into
+from twinpool.cli.run_folder import run_folder
 from twinpool.cli.summary_view import show_summary
 from twinpool.core.errors import ConfigError
 from twinpool.core.open_files import allow_many_files
 from twinpool.lab.bench.generator import LoadGenerator
 from twinpool.lab.bench.result import BenchResult
 from twinpool.lab.bench.run import run_bench
+from twinpool.lab.bench.strangers import printable
 from twinpool.lab.metrics.summary import Summary
+from twinpool.lab.record import Record
 from twinpool.lab.workload.traces.own import write_own
 
 _REFRESH_S = 1.0
@@ -36,11 +38,12 @@ def bench(args: argparse.Namespace) -> int:
     if args.write_workload is not None:
         _write_workload(Path(args.write_workload), wanted)
         return 0
-    result = _measured(args, wanted)
-    if args.json:
-        print(json.dumps(result.to_json(), indent=2))
-    else:
-        _show(result)
+    with run_folder(args.out) as folder:
+        result = _measured(args, wanted, folder.add)
+        try:
+            folder.finish(result.to_json())
+        finally:  # also what could not be written is shown
+            _show(result, as_json=args.json)
     if result.is_interrupted:
         return _INTERRUPTED
     return 0 if result.is_valid else 1
@@ -54,22 +57,18 @@ def _write_workload(path: Path, wanted: Asked) -> None:
         raise ConfigError("--write-workload", f"{path} cannot be written: {error.strerror}") from None
 
 
-def _measured(args: argparse.Namespace, wanted: Asked) -> BenchResult:
-    """Run it with progress on the terminal; everything that was measured is in the files, also of a part."""
+def _measured(args: argparse.Namespace, wanted: Asked, on_record: Callable[[Record], None]) -> BenchResult:
+    """Run it with progress on the terminal."""
     allow_many_files()
     gc.freeze()  # what is there now stays: looking through it again would delay what is measured
-    with records_into(args.out) as on_record, _progress(wanted) as on_start:
-        result = run_bench(
+    with _progress(wanted) as on_start:
+        return run_bench(
             wanted.workload,
             wanted.config,
             api_key=api_key_of(args),
             on_record=on_record,
             on_start=on_start,
         )
-    if args.out is not None:
-        summary = json.dumps(result.to_json(), indent=2, allow_nan=False)
-        (Path(args.out) / "summary.json").write_text(summary + "\n", encoding="utf-8")
-    return result
 
 
 @contextmanager
@@ -108,15 +107,22 @@ def _line(generator: LoadGenerator, summary: Summary, count: int | None) -> str:
     )
 
 
-def _show(result: BenchResult) -> None:
-    console = Console(highlight=False)
+def _show(result: BenchResult, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result.to_json(), indent=2))
+        return
+    console = Console(highlight=False, markup=False)  # a stranger's words are in it
     rate = "" if result.offered_per_s is None else f" at {result.offered_per_s:.2f} requests/s"
-    console.print(f"{result.workload['kind']}{rate} to {result.model} at {result.config.url}", soft_wrap=True)
+    console.print(
+        f"{result.workload['kind']}{rate} to {printable(result.model)} at {result.config.url}", soft_wrap=True
+    )
     show_summary(console, result.summary)
     console.print(
         f"load generator: {result.cpu_share:.1%} of a core, at most {result.most_in_flight:,} in flight"
     )
     if result.first_problem:
-        console.print(f"first error: {result.first_problem[:500]}", soft_wrap=True, markup=False)
+        console.print(f"first error: {result.first_problem}", soft_wrap=True)
+    for remark in result.remarks:
+        console.print(remark, soft_wrap=True)
     for problem in result.problems:
-        console.print(f"[bold]not valid:[/bold] {problem}", soft_wrap=True)
+        console.print(Text.assemble(("not valid:", "bold"), f" {problem}"), soft_wrap=True)

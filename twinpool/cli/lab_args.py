@@ -1,10 +1,9 @@
-"""What `bench`, `simulate` and `recommend` ask in the same words: a workload, limits, settings, a folder."""
+"""What `bench`, `simulate` and `recommend` ask in the same words: a workload, limits, settings."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ from twinpool.cli import options
 from twinpool.core.config import load_yaml, merge
 from twinpool.core.errors import ConfigError
 from twinpool.core.units import parse_seconds
-from twinpool.lab.record import Record
-from twinpool.lab.records import record_line
 from twinpool.lab.workload.workload import Workload, open_workload
 
 
@@ -70,22 +67,3 @@ def limits_of(args: argparse.Namespace) -> dict[str, float]:
         for name, text in (("ttft", args.ttft), ("tpot", args.tpot))
         if text is not None
     }
-
-
-@contextmanager
-def records_into(out: str | None) -> Iterator[Callable[[Record], None]]:
-    """Write each record as it comes to ``requests.jsonl`` in the folder ``out``, if there is one.
-
-    Raises:
-        ConfigError: It cannot be written.
-    """
-    if out is None:
-        yield lambda record: None
-        return
-    try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        file = (Path(out) / "requests.jsonl").open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError("--out", f"{out} cannot be written: {error.strerror}") from None
-    with file:
-        yield lambda record: print(record_line(record), file=file)

@@ -5,45 +5,46 @@ from __future__ import annotations
 import argparse
 import json
 from importlib.metadata import version
-from pathlib import Path
 from time import process_time
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from twinpool.cli.lab_args import records_into
+from twinpool.cli.run_folder import run_folder
 from twinpool.cli.simulate_args import Asked, asked
 from twinpool.cli.summary_view import show_summary
 from twinpool.core.config import unbind
 from twinpool.lab.profile.profile import load_links, load_profile, profile_names
 from twinpool.lab.simulate.result import SimulationResult
 from twinpool.lab.simulate.simulation import run_simulation
+from twinpool.lab.workload.readable import Readable
 
 _COLUMNS = ("worker", "busy", "steps", "prefilled", "decoded", "found", "preempted", "KV in", "KV out")
 
 
 def simulate(args: argparse.Namespace) -> int:
-    """Run it, or list what can be named; return 0 if a request was answered."""
+    """Run it, or list what can be named; return 0 if all of the workload came and some was answered."""
     if args.profiles:
         _list_profiles()
         return 0
     wanted = asked(args)
-    began_s = process_time()
-    with records_into(args.out) as on_record:
-        result = run_simulation(wanted.workload, wanted.config, limits=wanted.limits, on_record=on_record)
-    told = _told(wanted, result)
-    if args.out is not None:
-        text = json.dumps(told, indent=2, allow_nan=False)
-        (Path(args.out) / "summary.json").write_text(text + "\n", encoding="utf-8")
-    if args.json:
-        print(json.dumps(told, indent=2, allow_nan=False))
-    else:
-        _show(wanted, result, cpu_s=process_time() - began_s)
-    return 0 if result.summary.num_answered else 1
+    began_s, items = process_time(), Readable(wanted.workload)
+    with run_folder(args.out) as folder:
+        result = run_simulation(items, wanted.config, limits=wanted.limits, on_record=folder.add)
+        cpu_s = process_time() - began_s
+        told = _told(wanted, result, items.problem)
+        try:
+            folder.finish(told)
+        finally:  # also what could not be written is shown
+            if args.json:
+                print(json.dumps(told, indent=2, allow_nan=False))
+            else:
+                _show(wanted, result, items.problem, cpu_s=cpu_s)
+    return 0 if result.summary.num_answered and not items.problem else 1
 
 
-def _told(wanted: Asked, result: SimulationResult) -> dict[str, Any]:
+def _told(wanted: Asked, result: SimulationResult, problem: str) -> dict[str, Any]:
     """Return everything but the requests: equal runs give equal texts, so no time of day is in it."""
     found = result.to_json()
     workers = found.pop("workers")
@@ -51,6 +52,7 @@ def _told(wanted: Asked, result: SimulationResult) -> dict[str, Any]:
     return {
         "tool": "twinpool simulate",
         "version": version("twinpool"),
+        "problem": problem,
         "config": unbind(wanted.config),
         "profiles": {name: load_profile(name).source for name in profiles},
         "workload": wanted.workload.to_json(),
@@ -60,7 +62,7 @@ def _told(wanted: Asked, result: SimulationResult) -> dict[str, Any]:
     }
 
 
-def _show(wanted: Asked, result: SimulationResult, *, cpu_s: float) -> None:
+def _show(wanted: Asked, result: SimulationResult, problem: str, *, cpu_s: float) -> None:
     console = Console(highlight=False)
     pools = ", ".join(f"{pool.workers} {pool.role} on {pool.profile}" for pool in wanted.config.pools)
     console.print(f"{wanted.workload.kind} to {pools}: simulated", soft_wrap=True)
@@ -86,6 +88,8 @@ def _show(wanted: Asked, result: SimulationResult, *, cpu_s: float) -> None:
     console.print(
         f"{result.simulated_s:,.0f} s simulated in {cpu_s:.1f} CPU s, {rate:,.0f} requests a second"
     )
+    if problem:
+        console.print(f"not all of the workload: {problem}", soft_wrap=True, markup=False)
 
 
 def _short(number: int) -> str:

@@ -20,4 +20,4 @@ def show_summary(console: Console, summary: Summary) -> None:
     if table.row_count:
         console.print(table)
     for line in outcome_lines(summary):
-        console.print(line, soft_wrap=True)
+        console.print(line, soft_wrap=True, markup=False)  # kinds of errors are strangers' words

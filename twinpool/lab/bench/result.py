@@ -29,6 +29,9 @@ class BenchResult:
     cpu_s: float  # of this process, from the first request to the last answer
     elapsed_s: float
     is_interrupted: bool
+    unread: str  # why the workload could not be read to its end; empty: it was
+    num_uncounted: int  # answers whose tokens the server did not count
+    num_other_length: int  # answers that are longer or shorter than asked
     first_problem: str  # the first error, with what the server said of it
     summary: Summary
 
@@ -48,6 +51,8 @@ class BenchResult:
         found = []
         if self.is_interrupted:
             found.append("it was interrupted")
+        if self.unread:
+            found.append(self.unread)
         if not self.summary.num_answered:
             found.append("no request was answered")
         late_s, limit_s = self.summary.late_s.percentile(99), self.config.late_limit_s
@@ -61,6 +66,16 @@ class BenchResult:
     def is_valid(self) -> bool:
         return not self.problems
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a reader of the numbers has to know, though they are true."""
+        told = []
+        if self.num_uncounted:
+            told.append(f"{self.num_uncounted} answers without usage: tokens are counted by chunks")
+        if self.num_other_length and self.config.ignore_eos:
+            told.append(f"{self.num_other_length} answers are not as long as asked")
+        return tuple(told)
+
     def to_json(self) -> dict[str, Any]:
         """Return everything but the requests themselves."""
         return {
@@ -68,6 +83,7 @@ class BenchResult:
             "run_id": self.run_id,
             "valid": self.is_valid,
             "problems": list(self.problems),
+            "remarks": list(self.remarks),
             "first_error": self.first_problem,
             "machine": dict(self.machine),
             "server": {"url": self.config.url, "model": self.model, "version": self.server_version},
@@ -80,6 +96,8 @@ class BenchResult:
                 "cpu_s": self.cpu_s,
                 "cpu_share": self.cpu_share,
                 "prompts_of": self.prompts_of,
+                "uncounted": self.num_uncounted,
+                "other_length": self.num_other_length,
             },
             "summary": self.summary.to_json(),
         }

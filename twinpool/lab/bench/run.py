@@ -26,6 +26,7 @@ from twinpool.lab.machine import describe_machine
 from twinpool.lab.metrics.summary import Summary
 from twinpool.lab.record import Record
 from twinpool.lab.workload.item import WorkItem
+from twinpool.lab.workload.readable import Readable
 from twinpool.lab.workload.workload import Workload
 from twinpool.text.tokenizer import Tokenizer
 
@@ -53,7 +54,7 @@ def run_bench(
         on_start: Called as the run begins, with what can stop it and with what it comes to so far.
 
     Raises:
-        ConfigError: A setting cannot work, or a file of the workload cannot be read.
+        ConfigError: A setting cannot work, or not even the first request of the workload can be read.
         Unavailable: The server does not answer, or refuses the warm-up.
     """
     with asyncio.Runner(loop_factory=precise_loop) as runner:
@@ -84,7 +85,8 @@ async def run_bench_async(
             on_record(record)
 
         generator = LoadGenerator(requests, pool, config, on_record=note)
-        watched = _Watched(workload)
+        readable = Readable(workload)
+        watched = _Watched(readable)
         machine, cpu_s, begun_s = describe_machine(), time.process_time(), time.monotonic()
         on_start(generator, summary)
         await generator.run(watched)
@@ -103,6 +105,9 @@ async def run_bench_async(
             cpu_s=time.process_time() - cpu_s,
             elapsed_s=time.monotonic() - begun_s,
             is_interrupted=generator.is_stopped,
+            unread=readable.problem,
+            num_uncounted=generator.num_uncounted,
+            num_other_length=generator.num_other_length,
             first_problem=generator.first_problem,
             summary=summary,
         )
