@@ -10,6 +10,7 @@ from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Generic, Protocol, TypeVar
 
 from twinpool.core.clock import Clock
@@ -119,7 +120,7 @@ class WaitingLine(Generic[RoomT]):
         if not self._lines:
             return
         misses = 0
-        for waiter in list(self._in_fair_order()):
+        for waiter in self._in_fair_order():
             if waiter.answer.done():
                 continue
             try:
@@ -140,9 +141,11 @@ class WaitingLine(Generic[RoomT]):
                 return
 
     def _in_fair_order(self) -> Iterator[Waiter[RoomT]]:
-        """Yield the first waiter of each tenant, then the second of each, and so on."""
-        longest = max(map(len, self._lines.values()), default=0)
-        for i in range(longest):
-            for line in self._lines.values():
-                if i < len(line):
-                    yield line[i]
+        """Yield the first waiter of each tenant, then the second of each, and so on, as they wait now.
+
+        Who looks at a few only pays for these, and for copies: the lines change while they are gone through.
+        """
+        for abreast in zip_longest(*map(tuple, self._lines.values())):
+            for waiter in abreast:
+                if waiter is not None:
+                    yield waiter
