@@ -19,7 +19,7 @@ from twinpool.lab.simulate.result import SimulationResult
 from twinpool.lab.simulate.simulation import run_simulation
 
 _FOREVER_S = 1e9
-_MOST_AT_ONCE = 4_000  # requests; a load of more than half of it is sent once
+_MOST_AT_ONCE = 2_000  # requests; a load of more than half of it is sent once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

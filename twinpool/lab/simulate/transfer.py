@@ -114,10 +114,9 @@ class SimulatedTransfer:
         if self._way.overlap is Overlap.NONE and not is_last:
             return
         if self._due_bytes:
-            for link, flow in zip(self._links, self._flows, strict=False):
-                if now_s < flow[1]:  # sooner than it looked: a neighbour ended
+            if self._flows and now_s < self._flows[0][1]:  # sooner than it looked: a neighbour ended
+                for link, flow in zip(self._links, self._flows, strict=True):
                     link.hasten(flow, now_s=now_s)
-            self._flows = ()
             left_s = max([link.burst(self._due_bytes, now_s=now_s) for link in self._links])
             self.whole_s = left_s + self._way.link.latency_s
             self._due_bytes = 0.0
