@@ -28,7 +28,7 @@ from twinpool.lab.calibrate.steps import Progress
 def calibrate(args: argparse.Namespace) -> int:
     """Measure and write; return 0."""
     config = config_of(args)
-    _check_writable(args.out)
+    check_writable(args.out)
     began_s = time.monotonic()
     console = Console(stderr=True)
     with _progress_bar(console) as progress:
@@ -37,18 +37,28 @@ def calibrate(args: argparse.Namespace) -> int:
             progress("serving: starting a server", 0, config.repeats)
             with server_process(serve_options(config), say=lambda _: None) as url:
                 found = replace(found, served=measure_serving(config, url, progress=progress))
-    profile = found.profile(command=shlex.join(["twinpool", *sys.argv[1:]]))
-    Path(args.out).write_text(to_yaml(profile), encoding="utf-8")
     show_calibration(Console(highlight=False), found)
+    profile = found.profile(command=shlex.join(["twinpool", *sys.argv[1:]]))
+    try:
+        Path(args.out).write_text(to_yaml(profile), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError("--out", f"{args.out} cannot be written: {error.strerror}") from error
     console.print(f"{args.out}: written after {time.monotonic() - began_s:.0f} s", markup=False)
     return 0
 
 
-def _check_writable(path: str) -> None:
+def check_writable(path: str) -> None:
+    """Try the file before minutes are spent on what shall be in it; a file that is there stays as it is."""
     if not path.endswith((".yaml", ".yml")):
         raise ConfigError("--out", f"{path} does not end with .yaml")
-    if not Path(path).absolute().parent.is_dir():
-        raise ConfigError("--out", f"{Path(path).parent} is no folder")
+    is_new = not Path(path).exists()
+    try:
+        with Path(path).open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise ConfigError("--out", f"{path} cannot be written: {error.strerror}") from error
+    if is_new:
+        Path(path).unlink()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import pytest
 
 from tests.checkpoints_toy import make_checkpoint
 from twinpool.cli.app import main
+from twinpool.cli.calibrate import check_writable
 from twinpool.core.errors import ConfigError
 from twinpool.engine.config import EngineConfig
 from twinpool.engine.kv_cache import KVCache
@@ -80,6 +81,32 @@ def test_a_bad_option_is_named(
     assert main(["calibrate", *args]) == 2
 
     assert capsys.readouterr().err.endswith(f"twinpool: error: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("folder.yaml", "Is a directory"), ("absent/profile.yaml", "No such file or directory")],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, problem: str
+) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    out = tmp_path / name
+
+    assert main(["calibrate", "--out", str(out)]) == 2
+
+    assert capsys.readouterr().err == f"twinpool: error: --out: {out} cannot be written: {problem}\n"
+
+
+def test_trying_a_file_leaves_it_as_it_was(tmp_path: Path) -> None:
+    old = tmp_path / "old.yaml"
+    old.write_text("name: old\n")
+
+    check_writable(str(old))
+    check_writable(str(tmp_path / "new.yaml"))
+
+    assert old.read_text() == "name: old\n"
+    assert list(tmp_path.iterdir()) == [old]
 
 
 def test_steps_that_do_not_fit_the_model_or_its_cache_are_refused(model: Path) -> None:
