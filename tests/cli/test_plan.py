@@ -71,6 +71,8 @@ def test_a_model_that_is_not_served_is_planned_and_said_to_be_one(
         (["--load", "32"], "--load: '32' is not NxTOKENS, as in 32x8192"),
         (["--memory", "lots"], "--memory: 'lots' is no size"),
         (["--parameters", "many"], "--parameters: 'many' is no number such as 7B or 135M"),
+        (["--parameters", "9" * 400], "--parameters: '9"),
+        (["--context", "9" * 400], "--context: '9"),
         (["--context", "4096,"], "--context: '4096,' is no list of numbers above 0"),
         (["--cache-format", "fp3"], "--cache-format: 'fp3' is none of"),
         (["--decode-tensor-parallel", "3"], "tensor_parallel: 3 ranks"),

@@ -83,7 +83,7 @@ def numbers_of(text: str | None, *, field: str) -> tuple[int, ...]:
         ConfigError: It is something else.
     """
     parts = [] if text is None else text.replace(" ", "").split(",")
-    if not all(part.isdecimal() and part.isascii() and int(part) > 0 for part in parts):
+    if not all(re.fullmatch(r"0*[1-9]\d{0,14}", part, flags=re.ASCII) for part in parts):
         raise ConfigError(field, f"{text!r} is no list of numbers above 0, as in 4096,16384")
     return tuple(int(part) for part in parts)
 
@@ -118,7 +118,7 @@ def _load(text: str) -> HeldLoad:
 
 
 def _count(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper(), flags=re.ASCII)
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)([KMBT]?)", text.strip().upper(), flags=re.ASCII)
     if match is None:
         raise ConfigError("--parameters", f"{text!r} is no number such as 7B or 135M")
     return int(float(match[1]) * _COUNTS[match[2]])

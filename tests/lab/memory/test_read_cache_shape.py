@@ -111,6 +111,134 @@ def test_a_model_that_sees_is_read_by_its_language_part() -> None:
     assert sum(kv.window is None for kv in shape.kv_layers) == 4  # every sixth
 
 
+def _plain(family: str, layers: int, model: int, heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": family,
+        "num_hidden_layers": layers,
+        "hidden_size": model,
+        "num_attention_heads": heads,
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "token_bytes"),  # layers x 2 x KV heads x head dim x 2 bytes
+    [
+        # Falcon-7B of 2023: 71 heads of 64 share one.
+        (_plain("RefinedWebModel", 32, 4544, 71, multi_query=True), 32 * 2 * 1 * 64 * 2),
+        # Falcon-40B of 2023: 128 heads of 64, 8 with KV.
+        (_plain("RefinedWeb", 60, 8192, 128, n_head_kv=8), 60 * 2 * 8 * 64 * 2),
+        (_plain("falcon", 60, 8192, 128, new_decoder_architecture=True, num_kv_heads=8), 60 * 2 * 8 * 64 * 2),
+        (
+            _plain("mpt", 32, 4096, 32, attn_config={"attn_type": "multiquery_attention"}),
+            32 * 2 * 1 * 128 * 2,
+        ),
+        (
+            _plain("mpt", 32, 4096, 32, attn_config={"attn_type": "multihead_attention"}),
+            32 * 2 * 32 * 128 * 2,
+        ),
+        (_plain("dbrx", 40, 6144, 48, attn_config={"kv_n_heads": 8}), 40 * 2 * 8 * 128 * 2),
+        # Step-3: 64 heads of 256 in one group.
+        (_plain("step3_text", 61, 7168, 64, head_dim=256, num_attention_groups=1), 61 * 2 * 1 * 256 * 2),
+        # DeciLM-7B lists the KV heads of each layer: here 4 and 1.
+        (_plain("deci", 2, 4096, 32, num_key_value_heads_per_layer=[4, 1]), (4 + 1) * 2 * 128 * 2),
+        # ChatGLM2-6B: 32 heads of 128 in two groups, where that is switched on.
+        *(
+            (
+                _plain(
+                    "chatglm",
+                    *(28, 4096, 32),
+                    kv_channels=128,
+                    multi_query_group_num=2,
+                    multi_query_attention=is_on,
+                ),
+                28 * 2 * (2 if is_on else 32) * 128 * 2,
+            )
+            for is_on in (True, False)
+        ),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
+)
+def test_kv_heads_are_read_in_the_words_of_each_family(config: dict[str, Any], token_bytes: int) -> None:
+    assert read_cache_shape(ModelConfig(config)).token_bytes(TOKENS) == token_bytes
+
+
+def test_flags_say_which_layers_have_a_window() -> None:
+    """MiMo: 0 sees everything with 4 heads, 1 sees 128 tokens with 8; keys of 192 elements, values of 128."""
+    shape = read_cache_shape(
+        ModelConfig(
+            _plain(
+                "mimo_v2_flash",
+                *(4, 4096, 64),
+                num_key_value_heads=4,
+                swa_num_key_value_heads=8,
+                head_dim=192,
+                v_head_dim=128,
+                sliding_window=128,
+                hybrid_layer_pattern=[0, 1, 1, 0],
+            )
+        )
+    )
+
+    assert shape.unbounded_token_bytes(TOKENS) == 2 * 4 * (192 + 128) * 2
+    assert shape.token_bytes(TOKENS) == 2 * 4 * (192 + 128) * 2 + 2 * 8 * (192 + 128) * 2
+    assert [kv.window for kv in shape.kv_layers] == [None, 128, 128, None]
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_zamba_has_states_of_mamba_and_attention_beside_thirteen_of_them(is_listed: bool) -> None:
+    """Zamba-7B-v1: 7424 channels; attention is 2 x 3712 wide.
+
+    A state is 7424 x 3 elements of 2 bytes and 7424 x 16 of 4 bytes, in each of 76 layers.  Layer 2 and each
+    whose number has the remainder 4 of 6 when counted from the third on attend: 2, 7, 13 ... 73.
+    """
+    config = _plain(
+        "zamba",
+        *(76, 3712, 16),
+        num_key_value_heads=16,
+        n_mamba_heads=2,
+        attn_layer_period=6,
+        attn_layer_offset=4,
+        mamba_d_state=16,
+        mamba_d_conv=4,
+        mamba_expand=2,
+    )
+    hybrid = [2, *range(7, 76, 6)]
+    if is_listed:
+        config["layers_block_type"] = ["hybrid" if layer in hybrid else "mamba" for layer in range(76)]
+
+    shape = read_cache_shape(ModelConfig(config))
+
+    assert shape.state_bytes(TOKENS) == 76 * (7424 * 3 * 2 + 7424 * 16 * 4) == 39_495_680
+    assert shape.token_bytes(TOKENS) == 13 * 2 * 16 * 464 * 2 == 386_048
+    assert [layer for layer, kept in enumerate(shape.layers) if kept.kv is not None] == hybrid
+
+
+@pytest.mark.parametrize(("groups", "kept"), [(1, 1), (2, 1), (4, 2)])
+def test_ranks_keep_the_groups_of_their_heads_whole(groups: int, kept: int) -> None:
+    """Bamba-9B on two ranks: half of 8192 channels, and B and C of 128 elements for each group.
+
+    29 of 32 layers have a state of 8192 x 128 elements in float32, and see 3 more inputs.
+    """
+    config = _plain(
+        "bamba",
+        *(32, 4096, 32),
+        num_key_value_heads=8,
+        attn_layer_indices=[9, 18, 27],
+        mamba_n_heads=128,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=groups,
+        mamba_d_conv=4,
+    )
+    two = CacheSettings(form=FORMATS["bfloat16"], dtype="bfloat16", num_ranks=2)
+
+    found = read_cache_shape(ModelConfig(config)).state_bytes(two)
+
+    assert found == 29 * ((4096 + 2 * kept * 128) * 3 * 2 + 4096 * 128 * 4)
+    assert groups > 1 or found == 61_574_656
+
+
 def test_heads_may_differ_from_layer_to_layer() -> None:
     """OpenELM and models pruned by search list the KV heads of each layer."""
     shape = read("Llama-3.2-1B", num_key_value_heads=[1, 2] * 8)
@@ -149,6 +277,38 @@ def test_heads_may_differ_from_layer_to_layer() -> None:
         ("Jamba-v0.1", {"mamba_d_conv": None}, "mamba_d_conv: is missing"),
         ("Qwen3-Next-80B-A3B", {"linear_key_head_dim": None}, "linear_key_head_dim: is missing"),
         ("DeepSeek-V2", {"qk_rope_head_dim": None}, "qk_rope_head_dim: is missing"),
+        *(
+            ("Llama-2-7b-hf", {name: value}, f"{name}: changes what layers keep, and is not read")
+            for name, value in (
+                ("block_configs", [{"attention": {"no_op": True}}]),  # nemotron-nas
+                ("attention_other_setting", {"num_attention_groups": 4}),  # Step-3.5
+                ("cross_attention_layers", [3, 8]),  # Llama 3.2 Vision
+                ("attention_types", [[["global", "local"], 16]]),  # GPT-Neo
+                ("global_attn_every_n_layers", 3),  # ModernBERT
+                ("layer_group_size", 8),  # Ring
+            )
+        ),
+        *(
+            ("Llama-2-7b-hf", {"model_type": family}, f"model_type: the states of {family} are not known")
+            for family in ("rwkv", "rwkv6", "rwkv7", "retnet", "gla", "xlstm")
+        ),
+        (
+            "Llama-2-7b-hf",
+            {"num_hidden_layers": 10**12},
+            "num_hidden_layers: 1000000000000 is more than 10000",
+        ),
+        ("Llama-2-7b-hf", {"num_hidden_layers": 10**18}, "num_hidden_layers: is more than 1000000000000"),
+        ("Llama-2-7b-hf", {"hidden_size": 10**400}, "hidden_size: is more than 1000000000000"),
+        (
+            "gpt-oss-20b",
+            {"layer_types": None, "sliding_window_pattern": ""},
+            "sliding_window_pattern: '' is not made of L and G",
+        ),
+        (
+            "Llama-2-7b-hf",
+            {"attn_config": {"attn_type": "magic"}},
+            "attn_config: attn_type: 'magic' is none of",
+        ),
     ],
 )
 def test_a_config_that_cannot_be_read_is_refused_by_its_field(

@@ -16,6 +16,8 @@ from twinpool.core.errors import ConfigError, ModelError
 from twinpool.engine.decoder import Decoder
 from twinpool.engine.load import describe, known_families
 from twinpool.engine.weights import Weights
+from twinpool.lab.memory.cache_format import FORMATS
+from twinpool.lab.memory.cache_shape import CacheSettings
 from twinpool.lab.memory.checkpoint_headers import read_headers
 from twinpool.lab.memory.planned_model import model_of, read_model
 from twinpool.lab.memory.tensors import list_tensors
@@ -127,10 +129,94 @@ def test_quantised_weights_take_their_bits() -> None:
     assert model_of(grouped).weights(dtype="bfloat16", num_ranks=1).num_bytes == whole * 17 // 64
 
 
+@pytest.mark.parametrize(
+    ("quantization", "numerator", "denominator"),  # of the bytes as bfloat16
+    [
+        # Groups of 128 weights of 4 bits share a scale of 16: 4 + 16/128 = 33/8 bits of 16.
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "config_groups": {
+                    "group_0": {
+                        "weights": {"num_bits": 4, "type": "int", "group_size": 128},
+                        "targets": ["Linear"],
+                    }
+                },
+            },
+            *(33, 128),
+        ),
+        # FP8 with a scale per channel, which is not counted.
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {
+                    "group_0": {"weights": {"num_bits": 8, "type": "float", "group_size": None}}
+                },
+            },
+            *(1, 2),
+        ),
+        # NVFP4: 16 weights of 4 bits share a scale of 8: 4 + 8/16 = 9/2 bits of 16.
+        (
+            {
+                "quant_method": "modelopt",
+                "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
+            },
+            *(9, 32),
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 9, 32),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, 1, 2),
+    ],
+)
+def test_quantised_weights_take_the_bits_of_their_groups(
+    quantization: dict[str, Any], numerator: int, denominator: int
+) -> None:
+    config = {**CONFIGS["Mixtral-8x7B-v0.1"], "quantization_config": quantization}
+
+    term = model_of(config, num_parameters=2**30).weights(dtype="bfloat16", num_ranks=1)
+
+    assert term.num_bytes == 2 * 2**30 * numerator // denominator
+    assert term.kind == "estimate"
+
+
+def test_groups_that_do_not_tell_their_bits_are_refused() -> None:
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"targets": ["Linear"]}},
+    }
+    config = {**CONFIGS["Mixtral-8x7B-v0.1"], "quantization_config": quantization}
+
+    with pytest.raises(
+        ModelError, match="quantization_config: config_groups: how many bits the weights of each"
+    ):
+        model_of(config).weights(dtype="bfloat16", num_ranks=1)
+
+
+def test_gemma_3_is_planned_from_the_hubs_config() -> None:
+    """It leaves out what transformers takes for granted: 262208 tokens, 8 heads of 256, 4 of them with KV.
+
+    34 layers of 2 x 4 x 256 x 2 bytes a token, every sixth of which, 5 of them, sees everything.
+    """
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
+    model = model_of({"model_type": "gemma3", "text_config": text}, num_parameters=4 * 10**9)
+
+    settings = CacheSettings(form=FORMATS["bfloat16"], dtype="bfloat16", block_tokens=1)
+    assert model.fields.vocab_size == 262208
+    assert model.fields.max_tokens == 131072
+    assert model.shape.token_bytes(settings) == 34 * 4096
+    assert model.shape.unbounded_token_bytes(settings) == 5 * 4096
+
+
 def test_a_way_of_quantising_that_is_not_known_is_named() -> None:
     config = {**CONFIGS["Mixtral-8x7B-v0.1"], "quantization_config": {"quant_method": "magic"}}
 
-    with pytest.raises(ModelError, match="quant_method: how many bits 'magic' weights have is not known"):
+    with pytest.raises(ModelError, match="how many bits 'magic' weights have is not known; in a folder with"):
         model_of(config).weights(dtype="bfloat16", num_ranks=1)
 
 

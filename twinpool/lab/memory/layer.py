@@ -60,17 +60,30 @@ class LayerState:
     conv_elements: int  # inputs that a causal convolution has yet to see again, in the dtype of the model
     recurrent_elements: int  # float32
     num_heads: int  # of whatever ranks share: heads or channels
+    num_groups: int = 1  # of heads, which share a B and a C (Mamba-2)
+    group_elements: int = 0  # of conv_elements, those of the B and the C of one group
 
     def sequence_bytes(self, *, dtype_bytes: int, num_ranks: int = 1) -> int:
-        """Return what one sequence takes on each rank; ranks share it evenly.
+        """Return what one sequence takes on each rank: a share of the heads, and the groups of these.
 
         Raises:
-            ConfigError: The ranks do not divide the heads.
+            ConfigError: The ranks do not divide the heads, or ranks and groups do not divide each other.
+
+        Source:
+            With more ranks than groups several keep the same one, as in vLLM
+            (``MambaStateShapeCalculator.mamba2_state_shape``) and SGLang.
         """
         if self.num_heads % num_ranks:
             raise ConfigError("tensor_parallel", f"{num_ranks} ranks do not divide {self.num_heads} states")
-        whole = self.conv_elements * dtype_bytes + self.recurrent_elements * RECURRENT_BYTES
-        return -(-whole // num_ranks)
+        if self.group_elements and self.num_groups % num_ranks and num_ranks % self.num_groups:
+            raise ConfigError(
+                "tensor_parallel",
+                f"{num_ranks} ranks and {self.num_groups} groups of states do not divide each other",
+            )
+        of_heads = self.conv_elements - self.num_groups * self.group_elements
+        shared = of_heads * dtype_bytes + self.recurrent_elements * RECURRENT_BYTES
+        groups = max(1, self.num_groups // num_ranks) * self.group_elements
+        return -(-shared // num_ranks) + groups * dtype_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

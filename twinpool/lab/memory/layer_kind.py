@@ -61,7 +61,17 @@ _FULL_EVERY: Mapping[str, int] = MappingProxyType(
     }
 )
 _ONLY_STATES = ("mamba", "mamba2", "falcon_mamba")
-_HAS_STATES = ("mamba_d_state", "ssm_state_size", "state_size", "ssm_cfg", "lru_width", "rwkv_version")
+_HAS_STATES = (
+    *("mamba_d_state", "ssm_state_size", "state_size", "ssm_cfg", "lru_width", "rwkv_version"),
+    *("proj_low_rank_dim", "decay_low_rank_dim", "expand_k", "expand_v", "expand_ratio"),
+)
+# Families without KV whose states are not read: RWKV, xLSTM, and those of flash-linear-attention.
+_STATES_UNREAD = (
+    *("rwkv", "rwkv5", "rwkv6", "rwkv7", "retnet", "xlstm", "gla", "gsa", "delta_net", "gated_deltanet"),
+    *("hgrn", "hgrn2", "linear_attn", "lightnet", "kda", "comba", "abc", "samba"),
+)
+# Each says which layers have a window, or no KV, in a way that is not read.
+_UNREAD = ("attention_types", "global_attn_every_n_layers", "layer_group_size", "local_attention")
 _WINDOWS_MUST_BE_ON = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
 
 
@@ -77,6 +87,7 @@ def layer_kinds(fields: ModelFields) -> tuple[LayerKind, ...]:
         or _named(fields, "attention_layers")
         or _lettered(fields)
         or _cycled(fields)
+        or _flagged(fields)
         or _placed(fields)
         or _only_states(fields)
         or _windowed(fields)
@@ -123,15 +134,20 @@ def _cycled(fields: ModelFields) -> tuple[LayerKind, ...]:
     )
 
 
+def _flagged(fields: ModelFields) -> tuple[LayerKind, ...]:
+    """Read MiMo's pattern: 1 is a layer with a window."""
+    flags = fields.numbers("hybrid_layer_pattern")
+    return tuple(LayerKind.WINDOW if flag else LayerKind.FULL for flag in flags)
+
+
 def _placed(fields: ModelFields) -> tuple[LayerKind, ...]:
     """Read where the full layers of a hybrid are; the others have a state."""
     config, layers = fields.config, range(fields.num_layers)
-    other = LayerKind.STATE
-    if "attn_layer_period" in config:  # Jamba
-        period, offset = config.integer("attn_layer_period"), config.fields.get("attn_layer_offset", 0)
-        if type(offset) is not int or not 0 <= offset < period:
-            raise fields.error("attn_layer_offset", f"{offset!r} is not in [0, {period})")
-        full = [layer for layer in layers if layer % period == offset]
+    attends, other = LayerKind.FULL, LayerKind.STATE
+    if fields.family == "zamba":  # has a state in those that attend too; counts them from the third on
+        full, attends = [2, *(layer + 3 for layer in _every(fields, 6, 4))], LayerKind.HYBRID
+    elif "attn_layer_period" in config:  # Jamba
+        full = _every(fields, None, 0)
     elif "full_attention_interval" in config:  # Qwen3-Next
         interval = config.integer("full_attention_interval")
         full = [layer for layer in layers if (layer + 1) % interval == 0]
@@ -147,15 +163,29 @@ def _placed(fields: ModelFields) -> tuple[LayerKind, ...]:
         return (LayerKind.HYBRID,) * len(layers)
     else:
         return ()
-    return tuple(LayerKind.FULL if layer in full else other for layer in layers)
+    return tuple(attends if layer in full else other for layer in layers)
+
+
+def _every(fields: ModelFields, default_period: int | None, default_offset: int) -> list[int]:
+    """Return the layers that Jamba's period and offset mean."""
+    period = fields.config.integer("attn_layer_period", default_period)
+    offset = fields.config.fields.get("attn_layer_offset", default_offset)
+    if type(offset) is not int or not 0 <= offset < period:
+        raise fields.error("attn_layer_offset", f"{offset!r} is not in [0, {period})")
+    return list(range(offset, fields.num_layers, period))
 
 
 def _only_states(fields: ModelFields) -> tuple[LayerKind, ...]:
     if fields.family in _ONLY_STATES:
         return (LayerKind.STATE,) * fields.num_layers
+    if fields.family in _STATES_UNREAD:
+        raise fields.error("model_type", f"the states of {fields.family} are not known")
     unread = next((name for name in _HAS_STATES if name in fields.config), None)
     if unread is not None:
         raise fields.error(unread, f"which layers of {fields.family or 'this model'} have states is unknown")
+    unread = next((name for name in _UNREAD if name in fields.config), None)
+    if unread is not None:
+        raise fields.error(unread, "changes what layers keep, and is not read")
     return ()
 
 
@@ -168,6 +198,8 @@ def _windowed(fields: ModelFields) -> tuple[LayerKind, ...]:
     written = "sliding_window_pattern" if "sliding_window_pattern" in config else "_sliding_window_pattern"
     if isinstance(config.fields.get(written), str):  # EXAONE: L is local, G is global
         pattern = config.text(written)
+        if not pattern or set(pattern) - {"L", "G"}:
+            raise fields.error(written, f"{pattern!r} is not made of L and G")
         local = [pattern[layer % len(pattern)] == "L" for layer in layers]
     elif written in config or fields.family in _FULL_EVERY:
         every = config.integer(written, _FULL_EVERY.get(fields.family))

@@ -28,7 +28,7 @@ def read_state(fields: ModelFields) -> LayerState:
         return _recurrent(fields)
     if fields.family in ("minimax", "minimax_text_01", "minimax_m1"):
         return _lightning(fields)
-    if _mamba_heads(config) is not None:
+    if _mamba_heads(config) is not None and fields.family != "zamba":  # whose heads share Mamba's channels
         return _mamba2(fields)
     return _mamba(fields)
 
@@ -62,6 +62,8 @@ def _mamba2(fields: ModelFields) -> LayerState:
         conv_elements=(inner + 2 * groups * state) * (kernel - 1),
         recurrent_elements=inner * state,
         num_heads=heads,
+        num_groups=groups,
+        group_elements=2 * state * (kernel - 1),
     )
 
 

@@ -16,8 +16,7 @@ from twinpool.lab.memory.parameters import estimate_parameters
 from twinpool.lab.memory.read_cache_shape import read_cache_shape
 from twinpool.lab.memory.tensors import are_known, list_tensors
 from twinpool.lab.memory.term import Kind, Term, TermName
-
-_METHOD_BITS = {"fp8": 8.0, "fbgemm_fp8": 8.0, "mxfp4": 4.25}  # mxfp4: a scale of 8 bits for 32 elements
+from twinpool.lab.memory.weight_bits import weight_bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,22 +81,11 @@ class PlannedModel:
         return sum(tensor.rank_elements for tensor in tensors)
 
     def _bits(self, of_dtype: float) -> float:
-        """Return the bits of one stored parameter; the few that stay wider are not counted apart."""
+        """Return the bits of one stored parameter."""
         quantization = self.config.part("quantization_config") or self.fields.config.part(
             "quantization_config"
         )
-        if quantization is None:
-            return of_dtype
-        method = quantization.text("quant_method", "unnamed")
-        if method in _METHOD_BITS:
-            return _METHOD_BITS[method]
-        if method == "bitsandbytes":
-            return 4.5 if quantization.flag("load_in_4bit", False) else 8.0
-        if "bits" not in quantization:
-            raise quantization.error("quant_method", f"how many bits {method!r} weights have is not known")
-        group = quantization.fields.get("group_size")
-        scales = 32 / group if type(group) is int and group > 0 else 0.0  # float16 scale and zero point
-        return quantization.integer("bits") + scales
+        return of_dtype if quantization is None else weight_bits(quantization)
 
 
 def read_model(path: Path, *, num_parameters: int | None = None) -> PlannedModel:
