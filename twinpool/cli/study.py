@@ -30,7 +30,8 @@ from twinpool.lab.study.settings import StudySettings
 from twinpool.lab.study.tables import requests_table
 
 _INTERRUPTED = 130
-_SHOWN = (0, 1, 3, 4, 7, 8, 9, 10, 12)  # columns of the table of requests that a terminal has room for
+# A terminal has no room for these columns of the table of requests.
+_HIDDEN = ("repeats", "least to most", "per worker, req/s", "errors")
 
 
 def study(args: argparse.Namespace) -> int:
@@ -92,11 +93,13 @@ def _report(folder: StudyFolder) -> None:
     console = Console(highlight=False)
     told = requests_table(results)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for number in _SHOWN:
-        is_text = number in (1, _SHOWN[-1])
-        table.add_column(told.columns[number], justify="left" if is_text else "right", no_wrap=number == 1)
+    shown = [name for name in told.columns if name not in _HIDDEN]
+    for name in shown:
+        is_text = name in ("arm", told.columns[-1])
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name == "arm")
     for row in told.rows:
-        table.add_row(*(row[number] for number in _SHOWN))
+        texts = dict(zip(told.columns, row, strict=True))
+        table.add_row(*(texts[name] for name in shown))
     console.print(table)
     for conclusion in conclude(results):
         console.print(f"- {conclusion.text}", soft_wrap=True, markup=False)

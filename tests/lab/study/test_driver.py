@@ -48,7 +48,7 @@ class ToyLaboratory:
     async def prepare(self, cell: Cell) -> Mapping[str, Any]:
         return self._configs(cell)
 
-    async def run(self, cell: Cell, config: Mapping[str, Any]) -> Measured:
+    async def run(self, cell: Cell) -> Measured:
         self.is_stopped = len(self.ran) >= self._stop_after
         self.ran.append(cell)
         problems = self._problems[cell].pop(0) if self._problems.get(cell) else ()
@@ -183,3 +183,17 @@ def test_a_search_says_zero_where_no_rate_can_be_borne(tmp_path: Path) -> None:
     drive(folder, laboratory, asked)
 
     assert sorted({cell.rate for cell in laboratory.ran}) == [0.0625, 0.125, 0.25, 0.5, 1.0]
+
+
+def test_a_rate_that_cannot_be_measured_ends_the_search_and_says_nothing_of_lower_ones(
+    tmp_path: Path,
+) -> None:
+    asked = settings(rates=(), search=SearchConfig(least=1.0, most=64.0), repeats=1, colocated=False)
+    late = ("sent late",)
+    laboratory = ToyLaboratory(problems={Cell(arm="1:1", rate=2.0, repeat=0): [late, late]})
+    folder = StudyFolder(tmp_path)
+
+    drive(folder, laboratory, asked)
+
+    assert [cell.rate for cell in laboratory.ran] == [1.0, 2.0, 2.0]
+    assert read_results(folder).capacities("1:1") == {}

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from tests.lab.study.made_up import BAD, measured, settings
+from tests.lab.study.made_up import BAD, LIMITS, measured, settings
 from twinpool.core.errors import ConfigError
+from twinpool.lab.metrics.summary import Summary
 from twinpool.lab.study.cell import Cell
 from twinpool.lab.study.findings.all import conclude
 from twinpool.lab.study.folder import StudyFolder
 from twinpool.lab.study.order import all_cells
 from twinpool.lab.study.report import write_report
 from twinpool.lab.study.results import read_results
+from twinpool.lab.study.settings import SearchConfig
 from twinpool.lab.study.tables import pools_table, requests_table
 
 
@@ -95,6 +98,60 @@ def test_cells_that_do_not_count_leave_too_few_to_conclude_from(folder: StudyFol
     assert told(folder, "doubt")[-1] == "1 of 12 cells do not count."
 
 
+def test_latencies_of_who_refused_half_of_its_requests_are_not_compared(folder: StudyFolder) -> None:
+    for repeat in range(3):
+        cell = Cell(arm="1:1", rate=1.0, repeat=repeat)
+        made = measured(cell)
+        records = [
+            replace(record, error="queue_full") if record.index % 2 else record for record in made.records
+        ]
+        bench = {**made.measurement.bench, "summary": Summary(LIMITS).add_all(records).to_json()}
+        folder.add(replace(made.measurement, bench=bench), records=records, stories=made.stories)
+
+    found = [each for each in conclude(read_results(folder)) if each.kind == "latency"]
+
+    assert found[0].text == (
+        "Latencies of 1:1 are not compared at 1 req/s: it answered another share of its requests than "
+        "colocated."
+    )
+    assert found[0].evidence == "50 % and 100 % answered at 1 req/s"
+    assert not any("1 req/s" in each.text or "1 and 2 req/s" in each.text for each in found[1:])
+
+
+def test_chance_is_that_of_the_comparison_with_the_fewest_repeats(tmp_path: Path) -> None:
+    asked, made = settings(repeats=5), StudyFolder(tmp_path)
+    made.begin(asked)
+    for cell in all_cells(asked):
+        is_late = cell.arm == "1:1" and cell.rate == 1.0 and cell.repeat < 2
+        add(made, cell, problems=("sent late",) if is_late else ())
+
+    # Three repeats are left there: 2 of 20 orders, and not 2 of the 252 of five.
+    assert told(made, "doubt")[0].startswith("Of comparisons between equal arms, up to 10 % would")
+
+
+@pytest.mark.parametrize(
+    ("shares", "problem_at", "text"),
+    [
+        # 20 requests, so many bad ones by rate; a rate is borne with up to 2 of them.
+        ({1.0: 0, 2.0: 0}, None, "Nothing can be concluded about the rate that 1:1 bears."),
+        ({1.0: 0, 2.0: 0, 4.0: 0}, None, "1:1 bears at least 4 req/s with 90 % within the limits."),
+        ({1.0: 0, 2.0: 9, 1.41: 9}, None, "1:1 bears 1 req/s with 90 % within the limits."),
+        ({1.0: 9, 2.0: 9}, 1.0, "Nothing can be concluded about the rate that 1:1 bears."),
+    ],
+)
+def test_a_capacity_is_told_of_a_search_that_has_ended(
+    tmp_path: Path, shares: dict[float, int], problem_at: float | None, text: str
+) -> None:
+    search = SearchConfig(least=1.0, most=4.0, precision=1.42)
+    made = StudyFolder(tmp_path)
+    made.begin(settings(rates=(), search=search, repeats=1, colocated=False))
+    for rate, bad in shares.items():
+        cell = Cell(arm="1:1", rate=rate, repeat=0)
+        add(made, cell, bad=bad, problems=("sent late",) if rate == problem_at else ())
+
+    assert told(made, "capacity") == [text]
+
+
 def test_latencies_are_compared_at_their_median_and_their_90th_percentile(folder: StudyFolder) -> None:
     for repeat in range(3):
         # 18 requests take 0.20, 0.21 or 0.22 s and 2 take 2 s; rank 0.9 x 19 = 17.1 is 0.1 of the way from
@@ -133,7 +190,19 @@ def test_tables_show_both_normalisations(folder: StudyFolder) -> None:
     # 20 requests of 64 tokens, the last of them due after 9.5 s; it ends 0.36 s later on average.
     assert prefill["prompt tokens/s per worker"] == f"{20 * 64 / 9.86:.0f}"
     assert (decode["pool"], decode["output tokens/s per worker"]) == ("decode", f"{80 / 9.86:.1f}")
-    assert (prefill["KV sent, MiB per cell"], prefill["of that time hidden"]) == ("20.0", "75 %")
+    assert (prefill["KV sent, MiB per cell"], prefill["of its time before the first token"]) == (
+        "20.0",
+        "75 %",
+    )
+
+
+def test_a_server_that_forgot_the_first_requests_is_not_said_to_show_all(folder: StudyFolder) -> None:
+    for arm in ("1:1", "colocated"):
+        for repeat in range(3):
+            made = measured(Cell(arm=arm, rate=2.0, repeat=repeat))
+            folder.add(made.measurement, records=made.records, stories=made.stories[5:])
+
+    assert "The last 15 of 20 requests at 2 req/s" in write_report(folder).read_text(encoding="utf-8")
 
 
 def test_the_page_needs_nothing_else_and_every_figure_is_there_twice(folder: StudyFolder) -> None:
@@ -158,9 +227,20 @@ def test_the_page_needs_nothing_else_and_every_figure_is_there_twice(folder: Stu
 def test_axes_have_units(folder: StudyFolder) -> None:
     text = write_report(folder).read_text(encoding="utf-8")
 
-    for label in ("rate of requests (req/s)", "within both limits (req/s)", "since the request was sent (s)"):
-        assert f">{label}<" in text.replace("time since", "since") or label in text
-    assert " ms<" in text and " s<" in text
+    figures = [
+        re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+        for svg in re.findall(r'<svg class="wide".*?</svg>', text, re.DOTALL)
+    ]
+    labels = [
+        ("rate of requests (req/s)", "within both limits (req/s)"),
+        ("rate of requests (req/s)",),  # its other axis are arms
+        ("rate of requests (req/s)", "time to first token (s)"),
+        ("rate of requests (req/s)", "time per output token (s)"),
+        ("time since the request was sent (s)",),
+        ("time since the start of the cell (s)", "requests"),
+    ]
+    for told, wanted in zip(figures, labels, strict=True):
+        assert set(wanted) <= set(told)
 
 
 def test_where_there_are_too_many_rates_those_that_all_arms_have_are_shown(tmp_path: Path) -> None:

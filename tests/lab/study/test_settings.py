@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from twinpool.core.errors import ConfigError, Unavailable
 from twinpool.core.ports import Role
 from twinpool.lab.bench.config import BenchConfig
 from twinpool.lab.study.arm import Arm, all_ratios, read_arms
-from twinpool.lab.study.server import WorkerBooks, assign, spent
+from twinpool.lab.study.server import WorkerBooks, assign, cold_pairs, spent
 from twinpool.lab.study.settings import StudySettings
 
 
@@ -50,7 +53,34 @@ def test_a_cell_sends_its_rate_for_its_time() -> None:
     items = list(settings(cell_s=50.0).of_cell(4.0, repeat=0))
 
     assert len(items) == 200
-    assert items[-1].arrival_s == pytest.approx(50.0), "the mean rate is exact, whatever was drawn"
+    span_s = items[-1].arrival_s - items[0].arrival_s
+    assert 199 / span_s == pytest.approx(4.0), "the mean rate is exact, whatever was drawn"
+
+
+def test_equal_gaps_are_those_of_the_rate() -> None:
+    asked = settings(workload={"kind": "synthetic", "arrival": "constant(1)"}, cell_s=4.0)
+
+    assert [item.arrival_s for item in asked.of_cell(2.0, repeat=0)] == [number / 2 for number in range(8)]
+
+
+def test_repeats_of_a_file_send_what_follows_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"index": n, "arrival_s": n * 1.0, "prompt_tokens": n + 1, "output_tokens": 2} for n in range(30)
+    ]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    asked = settings(workload={"kind": "trace", "path": str(path)}, rates=(1.0,))
+
+    cells = [list(asked.of_cell(1.0, repeat)) for repeat in range(3)]
+
+    assert [[item.prompt_tokens for item in cell] for cell in cells] == [
+        list(range(first, first + 10)) for first in (1, 11, 21)
+    ]
+    assert all([item.arrival_s for item in cell] == list(map(float, range(10))) for cell in cells)
+    with pytest.raises(
+        ConfigError, match=r"^study\.workload: has 0 requests left for repeat 4 at 1 req/s, which sends 10$"
+    ):
+        settings(workload={"kind": "trace", "path": str(path)}, rates=(1.0,), repeats=4)
 
 
 def test_other_rates_are_the_same_requests_and_other_repeats_are_others() -> None:
@@ -97,6 +127,20 @@ def test_what_a_pool_spent_is_the_sum_of_its_workers() -> None:
     ]
 
     assert spent(before, after) == {Role.DECODE: {"busy_us": 11, "steps": 1}, Role.PREFILL: {"steps": 3}}
+
+
+def test_a_role_that_changed_makes_a_cell_void() -> None:
+    with pytest.raises(Unavailable, match="worker a was decode and is prefill now"):
+        spent([books("a", Role.DECODE)], [books("a", Role.PREFILL)])
+
+
+def test_pairs_are_cold_until_kv_moved() -> None:
+    workers = [books("p", Role.PREFILL), books("d", Role.DECODE), books("e", Role.DECODE)]
+    assert cold_pairs(workers) == (("p", "d"), ("p", "e"))
+
+    workers[1] = replace(workers[1], senders=frozenset({"p"}))
+    assert cold_pairs(workers) == (("p", "e"),)
+    assert cold_pairs([books("c", Role.COLOCATED), books("d", Role.COLOCATED)]) == ()
 
 
 def test_a_worker_that_was_replaced_makes_a_cell_void() -> None:

@@ -75,12 +75,22 @@ def test_of_nothing_there_is_no_share() -> None:
     assert comparison is not None and comparison.differs and comparison.change is None
 
 
-def test_equal_arms_look_different_as_often_as_the_formula_says() -> None:
-    assert chance_of_disjoint(3) == pytest.approx(0.1)  # 2 of 20
-    source, apart = random.Random(7), 0
-    for _ in range(2000):
-        one, other = ({repeat: source.random() for repeat in range(3)} for _ in range(2))
+@pytest.mark.parametrize(("repeats", "orders"), [(3, 20), (4, 70), (5, 252)])
+def test_equal_arms_look_different_as_often_as_the_formula_says(repeats: int, orders: int) -> None:
+    assert chance_of_disjoint(repeats) == pytest.approx(2 / orders)  # of 2 n values n: 6 of 3 are 20 orders
+    source, apart, tries = random.Random(7), 0, 1000
+    for _ in range(tries):
+        one, other = ({repeat: source.gauss(1.0, 0.1) for repeat in range(repeats)} for _ in range(2))
         comparison = compare(one, other)
         assert comparison is not None
         apart += comparison.differs
-    assert apart / 2000 == pytest.approx(0.1, abs=0.02)
+    assert apart / tries == pytest.approx(2 / orders, abs=3 * (2 / orders / tries) ** 0.5)
+
+
+def test_five_repeats_of_which_one_contradicts_are_no_difference() -> None:
+    # The bootstrap intervals of the means, 1.04 to 1.16 and 1.24 to 1.36, keep apart; the ranges do not.
+    comparison = compare(
+        dict(enumerate([1.0, 1.05, 1.1, 1.15, 1.2])), dict(enumerate([1.2, 1.25, 1.3, 1.35, 1.4]))
+    )
+
+    assert comparison is not None and comparison.is_known and not comparison.differs

@@ -28,7 +28,7 @@ class BenchConfig:
     max_connections: int = 4096  # beyond, requests wait, which counts as sent late
     cancel_share: float = 0.0  # of the requests, drawn: the client leaves
     cancel_after_s: float = 1.0  # when it leaves, from when the request was due
-    late_limit_s: float = 0.05  # if more than one in a hundred is sent later than this, the run is invalid
+    late_limit_s: float = 0.05  # more than one request in a hundred later than this, and the run is invalid
     warmup: int = 1  # requests before the run that do not count; the first error of one is raised
     timelines: bool = False  # ask a Twinpool server for the queue time and KV bytes of each request
     limits: Limits = field(default_factory=Limits)

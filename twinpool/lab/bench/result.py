@@ -9,6 +9,7 @@ from typing import Any
 from twinpool.core.config import unbind
 from twinpool.lab.bench.config import BenchConfig
 from twinpool.lab.metrics.summary import Summary
+from twinpool.lab.workload.rate import mean_rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +26,9 @@ class BenchResult:
     machine: Mapping[str, Any]
     num_sent: int
     most_in_flight: int
-    last_due_s: float  # when the last request was due
+    num_late: int  # of these, sent later than the config's limit
+    first_due_s: float  # when the first request was due
+    last_due_s: float
     cpu_s: float  # of this process, from the first request to the last answer
     elapsed_s: float
     is_interrupted: bool
@@ -38,7 +41,7 @@ class BenchResult:
     @property
     def offered_per_s(self) -> float | None:
         """The rate at which requests were due."""
-        return (self.num_sent - 1) / self.last_due_s if self.num_sent > 1 and self.last_due_s > 0.0 else None
+        return mean_rate(self.num_sent, first_s=self.first_due_s, last_s=self.last_due_s)
 
     @property
     def cpu_share(self) -> float:
@@ -47,18 +50,21 @@ class BenchResult:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Why this run is no measurement of its workload; empty: it is one."""
+        """Why this run is no measurement of its workload; empty: it is one.
+
+        A server that refuses everything was measured: none of its answers is a good one.
+        """
         found = []
         if self.is_interrupted:
             found.append("it was interrupted")
         if self.unread:
             found.append(self.unread)
-        if not self.summary.num_answered:
-            found.append("no request was answered")
-        late_s, limit_s = self.summary.late_s.percentile(99), self.config.late_limit_s
-        if late_s is not None and late_s > limit_s:
+        if self.summary.errors["connect"] == self.summary.num_requests:
+            found.append("no request reached the server")
+        if self.num_late * 100 > self.num_sent:
             found.append(
-                f"one request in a hundred was sent {late_s:.3f} s late or later, above {limit_s:g} s"
+                f"{self.num_late} of {self.num_sent} requests were sent later than "
+                f"{self.config.late_limit_s:g} s, the worst by {self.summary.late_s.percentile(100):.3g} s"
             )
         return tuple(found)
 
@@ -91,6 +97,7 @@ class BenchResult:
             "workload": dict(self.workload) | {"digest": self.digest},
             "client": {
                 "sent": self.num_sent,
+                "late": self.num_late,
                 "offered_per_s": self.offered_per_s,
                 "most_in_flight": self.most_in_flight,
                 "cpu_s": self.cpu_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -78,10 +79,12 @@ async def run_bench_async(
         requests, prompts_of = await _requests(pool, target, config)
         await _warm_up(workload, requests, pool, config)
         version = await _version(pool, target)
-        summary = Summary(config.limits)
+        summary, num_late = Summary(config.limits), 0
 
         def note(record: Record) -> None:
+            nonlocal num_late
             summary.add(record)
+            num_late += record.sent_s - record.due_s > config.late_limit_s
             on_record(record)
 
         generator = LoadGenerator(requests, pool, config, on_record=note)
@@ -101,6 +104,8 @@ async def run_bench_async(
             machine=machine,
             num_sent=generator.num_sent,
             most_in_flight=generator.most_in_flight,
+            num_late=num_late,
+            first_due_s=watched.first_due_s,
             last_due_s=watched.last_due_s,
             cpu_s=time.process_time() - cpu_s,
             elapsed_s=time.monotonic() - begun_s,
@@ -119,6 +124,7 @@ class _Watched:
     """A workload that remembers what was taken of it."""
 
     def __init__(self, workload: Iterable[WorkItem]) -> None:
+        self.first_due_s = math.inf
         self.last_due_s = 0.0
         self._workload = workload
         self._hash = hashlib.sha256()
@@ -130,6 +136,7 @@ class _Watched:
     def __iter__(self) -> Iterator[WorkItem]:
         for item in self._workload:
             self._hash.update(repr(item).encode())
+            self.first_due_s = min(self.first_due_s, item.arrival_s)
             self.last_due_s = item.arrival_s
             yield item
 

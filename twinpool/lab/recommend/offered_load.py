@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 
 from twinpool.core.errors import ConfigError
 from twinpool.lab.workload.item import WorkItem
+from twinpool.lab.workload.rate import mean_rate
 from twinpool.lab.workload.workload import Workload
 
 LEAST_REQUESTS = 20  # of a repeat: of fewer no share can be told
@@ -75,7 +76,10 @@ def offer(workload: Workload, *, repeats: int, needs_rate: bool) -> OfferedLoad:
             "workload",
             f"{len(draws[0])} requests for each of {repeats} repeats are less than {LEAST_REQUESTS}",
         )
-    rates = [_rate(items) for items in draws]
+    rates = [
+        mean_rate(len(items), first_s=items[0].arrival_s, last_s=items[-1].arrival_s) or 0.0
+        for items in draws
+    ]
     if needs_rate and 0.0 in rates:
         raise ConfigError("workload", "all requests come at once, so that there is no rate to look for")
     return OfferedLoad(
@@ -90,11 +94,6 @@ def _with_seed(workload: Workload, number: int) -> Workload:
     if number and is_dataclass(source) and "seed" in [field.name for field in fields(source)]:
         return replace(workload, source=replace(source, seed=source.seed + number))
     return workload
-
-
-def _rate(items: Sequence[WorkItem]) -> float:
-    span_s = items[-1].arrival_s - items[0].arrival_s
-    return (len(items) - 1) / span_s if span_s > 0.0 else 0.0
 
 
 def _at_one(items: Sequence[WorkItem], rate: float) -> tuple[WorkItem, ...]:

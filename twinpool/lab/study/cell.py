@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-FORMAT = 1  # of everything a study writes; a reader refuses others
+FORMAT = 2  # of everything a study writes; a reader refuses others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -37,8 +37,8 @@ class PoolUse:
 class TransferUse:
     """The KV that moved, over the requests whose stories are known.
 
-    Time is *hidden* while the prompt of the same request is still being computed; what is left when its
-    first token is there is waited for by the second one.
+    Time is *hidden* until the first token of the same request has reached the router, which is a little later
+    than the end of its prompt; what is left then, the *tail*, is waited for by the second token.
     """
 
     transfers: int = 0
@@ -46,9 +46,22 @@ class TransferUse:
     total_s: float = 0.0  # of all transfers, from the first frame to the last
     hidden_s: float = 0.0
 
+    def __add__(self, other: TransferUse) -> TransferUse:
+        return TransferUse(
+            transfers=self.transfers + other.transfers,
+            kv_bytes=self.kv_bytes + other.kv_bytes,
+            total_s=self.total_s + other.total_s,
+            hidden_s=self.hidden_s + other.hidden_s,
+        )
+
     @property
     def hidden_share(self) -> float | None:
         return self.hidden_s / self.total_s if self.total_s > 0.0 else None
+
+    @property
+    def tail_s(self) -> float | None:
+        """What was left of one transfer when the first token had reached the router, on average."""
+        return (self.total_s - self.hidden_s) / self.transfers if self.transfers else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +88,11 @@ class Measurement:
     def good_share(self) -> float:
         """Of the requests that were due, those answered within both limits."""
         return float(self.summary["goodput"]["share"] or 0.0)
+
+    @property
+    def answered_share(self) -> float:
+        """Of the requests that were due, those answered at all."""
+        return float(self.summary["answered"] / self.summary["requests"]) if self.summary["requests"] else 0.0
 
     @property
     def good_per_s(self) -> float:

@@ -11,7 +11,7 @@ from twinpool.lab.bench.generator import LoadGenerator
 from twinpool.lab.metrics.summary import Summary
 from twinpool.lab.study.cell import Cell, Measurement
 from twinpool.lab.study.folder import StudyFolder
-from twinpool.lab.study.guard import LOADS, ROLES, check
+from twinpool.lab.study.guard import Guard
 from twinpool.lab.study.laboratory import Measured
 from twinpool.lab.study.order import all_cells, bracket, next_rate, rotated
 from twinpool.lab.study.settings import StudySettings
@@ -29,7 +29,7 @@ class Measures(Protocol):
 
     async def prepare(self, cell: Cell) -> Mapping[str, Any]: ...
 
-    async def run(self, cell: Cell, config: Mapping[str, Any]) -> Measured: ...
+    async def run(self, cell: Cell) -> Measured: ...
 
 
 class Watch(Protocol):
@@ -107,8 +107,9 @@ class Driver:
                         searching.discard(name)
                         continue
                     measurement = await self._measure(Cell(arm=name, rate=rate, repeat=repeat), total=None)
-                    # A rate that cannot be sent in time passes no limit.
-                    shares[name][rate] = 0.0 if measurement.problems else measurement.good_share
+                    shares[name][rate] = measurement.good_share
+                    if measurement.problems:  # whether it bears that rate is not known, and so no other
+                        searching.discard(name)
                 turn += 1
             for name in names:
                 found[name] = bracket(shares[name], config.share)[0] or found[name]
@@ -132,46 +133,8 @@ class Driver:
             raise StudyStopped("stopped")
         config = await self._measures.prepare(cell)
         self._guard.check(config, cell)
-        measured = await self._measures.run(cell, config)
+        measured = await self._measures.run(cell)
         if self._measures.is_stopped:
             raise StudyStopped("stopped")
         self._guard.check(measured.measurement.config, cell)
         return replace(measured, measurement=replace(measured.measurement, tries=tries))
-
-
-class Guard:
-    """Remembers what the first cell, and the first of each load, was set to.
-
-    Args:
-        allowed: Patterns of settings that may differ beside the roles.
-    """
-
-    def __init__(self, allowed: tuple[str, ...]) -> None:
-        self._allowed = allowed
-        self._first: tuple[Cell, Mapping[str, Any]] | None = None
-        self._of_load: dict[tuple[float, int], tuple[Cell, Mapping[str, Any]]] = {}
-
-    def check(self, config: Mapping[str, Any], cell: Cell) -> None:
-        """Compare the settings of a cell with those of the others; before its load is known without that.
-
-        Raises:
-            ConfigError: They differ in what is not listed.
-        """
-        first = self._first = self._first or (cell, config)
-        self._compare(first, config, cell, (*ROLES, *LOADS, *self._allowed))
-        if "load" in config:
-            same = self._of_load.setdefault((cell.rate, cell.repeat), (cell, config))
-            self._compare(same, config, cell, (*ROLES, *self._allowed))
-
-    def _compare(
-        self,
-        other: tuple[Cell, Mapping[str, Any]],
-        config: Mapping[str, Any],
-        cell: Cell,
-        allowed: tuple[str, ...],
-    ) -> None:
-        check(other[1], config, names=(_name(other[0]), _name(cell)), allowed=allowed)
-
-
-def _name(cell: Cell) -> str:
-    return f"{cell.arm} at {cell.rate:g} req/s, repeat {cell.repeat + 1}"

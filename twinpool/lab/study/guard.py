@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from twinpool.core.errors import ConfigError
+from twinpool.lab.study.cell import Cell
 
 ROLES = ("workers.*.role",)  # what arms differ in
 LOADS = ("load.*",)  # what cells of other rates or repeats differ in too
@@ -80,3 +81,41 @@ def check(
 
 def _is_same(one: object, other: object) -> bool:
     return one == other and isinstance(one, bool) == isinstance(other, bool)
+
+
+class Guard:
+    """Remembers what the first cell, and the first of each load, was set to.
+
+    Args:
+        allowed: Patterns of settings that may differ beside the roles.
+    """
+
+    def __init__(self, allowed: tuple[str, ...]) -> None:
+        self._allowed = allowed
+        self._first: tuple[Cell, Mapping[str, Any]] | None = None
+        self._of_load: dict[tuple[float, int], tuple[Cell, Mapping[str, Any]]] = {}
+
+    def check(self, config: Mapping[str, Any], cell: Cell) -> None:
+        """Compare the settings of a cell with those of the others; before its load is known without that.
+
+        Raises:
+            ConfigError: They differ in what is not listed.
+        """
+        first = self._first = self._first or (cell, config)
+        self._compare(first, config, cell, (*ROLES, *LOADS, *self._allowed))
+        if "load" in config:
+            same = self._of_load.setdefault((cell.rate, cell.repeat), (cell, config))
+            self._compare(same, config, cell, (*ROLES, *self._allowed))
+
+    def _compare(
+        self,
+        other: tuple[Cell, Mapping[str, Any]],
+        config: Mapping[str, Any],
+        cell: Cell,
+        allowed: tuple[str, ...],
+    ) -> None:
+        check(other[1], config, names=(_name(other[0]), _name(cell)), allowed=allowed)
+
+
+def _name(cell: Cell) -> str:
+    return f"{cell.arm} at {cell.rate:g} req/s, repeat {cell.repeat + 1}"

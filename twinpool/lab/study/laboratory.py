@@ -20,13 +20,14 @@ from twinpool.lab.machine import describe_machine
 from twinpool.lab.metrics.summary import Summary
 from twinpool.lab.record import Record
 from twinpool.lab.study.cell import FORMAT, Cell, Measurement, PoolUse
-from twinpool.lab.study.server import StudiedServer, WorkerBooks, spent
+from twinpool.lab.study.server import StudiedServer, WorkerBooks, cold_pairs, spent
 from twinpool.lab.study.settings import StudySettings
 from twinpool.lab.study.stories import Story, transfer_use
 from twinpool.lab.workload.workload import open_workload
 
-_SETTLE_S = 1.2  # two heartbeats: until then what workers say of themselves may be of before
-_WARM_EACH = 3  # requests for each worker, so that all have computed and every pair has moved KV
+_MARGIN_S = 0.2
+_WARM_EACH = 3  # requests for each worker in a round of the warm-up
+_WARM_ROUNDS = 8  # at most, until every pair has moved KV
 _OF_A_MOMENT = ("date", "load")
 
 OnStart = Callable[[LoadGenerator, Summary], None]
@@ -71,30 +72,20 @@ class Laboratory:
             ConfigError, Unavailable: It cannot be.
         """
         await self._server.arrange(self._arms[cell.arm])
-        warm_up = f"synthetic:prompt=64,output=8,arrival=at_once,count={_WARM_EACH * self._settings.workers}"
-        await run_bench_async(
-            open_workload(warm_up),
-            replace(self._settings.bench_of(self._server.url, cell.repeat), cancel_share=0.0, warmup=0),
-            api_key=self._server.api_key,
-            on_start=self._begin,
-        )
+        await self._warm_up(cell)
         await self._server.clear_caches()
-        asked = unbind(replace(self._settings.bench, url="", seed=0))
-        machine = {name: value for name, value in describe_machine().items() if name not in _OF_A_MOMENT}
-        return {**await self._server.config(), "bench": asked, "machine": machine}
+        return await self._config()
 
-    async def run(self, cell: Cell, config: Mapping[str, Any]) -> Measured:
-        """Send the load of the cell and see what became of it.
+    async def run(self, cell: Cell) -> Measured:
+        """Send the load of the cell, for which the server was prepared, and see what became of it.
 
-        Args:
-            cell: For which the server was prepared.
-            config: What it is set to.
+        Its config is what the server is set to afterwards, so that what changed meanwhile is found.
 
         Raises:
             ConfigError, Unavailable: Nothing could be measured.
         """
         records: list[Record] = []
-        await asyncio.sleep(_SETTLE_S)
+        await self._settle()
         before = await self._server.workers()
         load = describe_machine()["load"]
         asked = replace(self._settings.bench_of(self._server.url, cell.repeat), warmup=0)
@@ -105,9 +96,10 @@ class Laboratory:
             on_record=records.append,
             on_start=self._begin,
         )
-        await asyncio.sleep(_SETTLE_S)
+        await self._settle()
         stories = await self._stories(result, records)
-        problems, pools = self._pools(before, await self._server.workers(), result)
+        problems, pools = self._pools(cell, before, await self._server.workers(), result)
+        config = await self._config()
         measurement = Measurement(
             format=FORMAT,
             cell=cell,
@@ -120,6 +112,39 @@ class Laboratory:
             stories=len(stories),
         )
         return Measured(measurement=measurement, records=records, stories=stories)
+
+    async def _warm_up(self, cell: Cell) -> None:
+        """Let every worker compute and every pair of them move KV."""
+        count = _WARM_EACH * self._settings.workers
+        for number in range(_WARM_ROUNDS):
+            if number:  # an answer of one token takes a prefill worker alone, so that turns make other pairs
+                await self._send("synthetic:prompt=64,output=1,count=1", cell)
+            await self._send(f"synthetic:prompt=64,output=8,arrival=at_once,count={count}", cell)
+            await self._settle()
+            cold = cold_pairs(await self._server.workers())
+            if not cold or self.is_stopped:
+                return
+        pairs = ", ".join(f"{sender} to {receiver}" for sender, receiver in cold)
+        raise Unavailable(f"no KV moved from {pairs} in {_WARM_ROUNDS} rounds of the warm-up")
+
+    async def _send(self, workload: str, cell: Cell) -> None:
+        result = await run_bench_async(
+            open_workload(workload),
+            replace(self._settings.bench_of(self._server.url, cell.repeat), cancel_share=0.0, warmup=0),
+            api_key=self._server.api_key,
+            on_start=self._begin,
+        )
+        if result.first_problem and not self.is_stopped:
+            raise Unavailable(f"the warm-up was not answered: {result.first_problem}")
+
+    async def _config(self) -> Mapping[str, Any]:
+        asked = unbind(replace(self._settings.bench, url="", seed=0))
+        machine = {name: value for name, value in describe_machine().items() if name not in _OF_A_MOMENT}
+        return {**await self._server.config(), "bench": asked, "machine": machine}
+
+    async def _settle(self) -> None:
+        """Wait for two heartbeats: until then what workers say of themselves may be of before."""
+        await asyncio.sleep(2 * await self._server.heartbeat_s() + _MARGIN_S)
 
     def _begin(self, generator: LoadGenerator, summary: Summary) -> None:
         self._generator = generator
@@ -138,12 +163,14 @@ class Laboratory:
         ]
 
     def _pools(
-        self, before: Sequence[WorkerBooks], after: Sequence[WorkerBooks], result: BenchResult
+        self, cell: Cell, before: Sequence[WorkerBooks], after: Sequence[WorkerBooks], result: BenchResult
     ) -> tuple[tuple[str, ...], Mapping[str, PoolUse]]:
         try:
             totals = spent(before, after)
         except Unavailable as error:
             return (str(error),), {}
+        if sorted(worker.role for worker in after) != sorted(self._arms[cell.arm].roles()):
+            return (f"the workers did not have the roles of {cell.arm}",), {}
         sizes = {role: sum(worker.role is role for worker in after) for role in totals}
         return (), {
             role.value: PoolUse(

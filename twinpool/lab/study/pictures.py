@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from twinpool.lab.study.cell import Cell
 from twinpool.lab.study.figures import goodput, heatmap, latency, timeline, waterfall
 from twinpool.lab.study.figures.canvas import NARROW, WIDE, drawing, to_png, to_svg
 from twinpool.lab.study.folder import StudyFolder
 from twinpool.lab.study.results import Results
 from twinpool.lab.study.showcase import shown_cells, shown_request, stories_of
+from twinpool.lab.study.stories import Story
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,6 +59,13 @@ def _drawn(plan: _Plan) -> Picture:
         narrow=to_svg(plan.draw(NARROW), about=plan.about, class_name="narrow"),
         png=to_png(wide),
     )
+
+
+def _told_of(results: Results, cells: Mapping[str, Cell], stories: Mapping[str, Sequence[Story]]) -> str:
+    """Say of how many requests a server still knew the stories: it remembers the last ones."""
+    shown = min(map(len, stories.values()))
+    sent = max(each.summary["requests"] for each in results.valid if each.cell in cells.values())
+    return "All requests" if shown == sent else f"The last {shown:,} of {sent:,} requests"
 
 
 def _plans(results: Results, folder: StudyFolder) -> list[_Plan]:
@@ -113,8 +122,8 @@ def _plans(results: Results, folder: StudyFolder) -> list[_Plan]:
         _Plan(
             name="timeline",
             title="Both pools over time",
-            caption=f"All requests {where}: how many wait for room, how many have their prompt computed, and "
-            f"how many are answered at once.",
+            caption=f"{_told_of(results, cells, stories)} {where}: how many wait for room, how many have "
+            f"their prompt computed, and how many are answered at once.",
             about=timeline.ABOUT,
             draw=lambda width: timeline.draw(stories, width),
         )

@@ -8,14 +8,11 @@ from statistics import fmean
 
 from twinpool.core.errors import ConfigError
 from twinpool.lab.study.cell import Cell, Measurement
-from twinpool.lab.study.driver import Guard
 from twinpool.lab.study.folder import StudyFolder
-from twinpool.lab.study.guard import flatten
-from twinpool.lab.study.order import bracket
+from twinpool.lab.study.guard import Guard, flatten
+from twinpool.lab.study.order import bracket, next_rate
 from twinpool.lab.study.settings import StudySettings
 from twinpool.lab.study.spread import Comparison, compare
-
-GOOD_SHARE = 0.9  # of the requests: a rate at which so many are within the limits is one that an arm can bear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,18 +20,14 @@ class Metric:
     """One number of a cell that arms are compared by."""
 
     name: str
-    unit: str
-    more_is_better: bool
     of: Callable[[Measurement], float | None]
 
 
-GOODPUT = Metric(
-    name="requests within the limits", unit="req/s", more_is_better=True, of=lambda cell: cell.good_per_s
-)
+GOODPUT = Metric(name="requests within the limits", of=lambda cell: cell.good_per_s)
 
 
 def _latency(name: str, latency: str, at: str) -> Metric:
-    return Metric(name=name, unit="s", more_is_better=False, of=lambda cell: cell.latency_s(latency, at))
+    return Metric(name=name, of=lambda cell: cell.latency_s(latency, at))
 
 
 LATENCIES = (
@@ -117,22 +110,26 @@ class Results:
         cells = self.cells(arm, rate)
         return fmean(cell.good_share for cell in cells) if cells else None
 
-    def capacities(self, arm: str) -> dict[int, float]:
-        """Return, by repeat, the highest rate that an arm can bear, as far as rates were measured.
+    def answered_share(self, arm: str, rate: float) -> float:
+        """Return the mean share that was answered, within the limits or not, of a rate that was measured."""
+        return fmean(cell.answered_share for cell in self.cells(arm, rate))
 
-        Zero is no rate that was measured; a repeat without any measurement is left out.
+    def capacities(self, arm: str) -> dict[int, float]:
+        """Return, by repeat, the highest rate that an arm bore in a search; 0 if it bore none.
+
+        A repeat is left out if its search has not ended, or met a cell that does not count.
         """
         search = self.settings.search
-        share = GOOD_SHARE if search is None else search.share
+        assert search is not None, "rates that were given are no search"
         found = {}
         for repeat in range(self.settings.repeats):
-            shares = {
-                each.cell.rate: each.good_share
-                for each in self.valid
-                if each.cell.arm == arm and each.cell.repeat == repeat
-            }
-            if shares:
-                found[repeat] = bracket(shares, share)[0] or 0.0
+            cells = [
+                each for each in self.measurements if each.cell.arm == arm and each.cell.repeat == repeat
+            ]
+            shares = {each.cell.rate: each.good_share for each in cells}
+            has_ended = bool(shares) and next_rate(shares, search) is None
+            if has_ended and not any(each.problems for each in cells):
+                found[repeat] = bracket(shares, search.share)[0] or 0.0
         return found
 
 

@@ -47,6 +47,7 @@ class WorkerBooks:
     generation: int  # larger in each life
     config: Mapping[str, Any]  # what stays the same in another life
     counters: Mapping[str, int]  # totals since the start of this life
+    senders: frozenset[str] = frozenset()  # ids of the workers from which it received KV in this life
 
 
 class StudiedServer:
@@ -98,6 +99,14 @@ class StudiedServer:
                 for worker in await self.workers()
             },
         }
+
+    async def heartbeat_s(self) -> float:
+        """Return how often workers say what they have done."""
+        try:
+            told = (await self._get("/admin/deployment"))["settings"]["router"]["heartbeat_s"]
+            return float(told)
+        except (LookupError, TypeError, ValueError) as error:
+            raise Unavailable(f"{self.url}/admin/deployment does not say router.heartbeat_s") from error
 
     async def arrange(self, arm: Arm) -> None:
         """Give every worker its role in ``arm``; as few as possible get another one.
@@ -197,11 +206,23 @@ def assign(roles: Sequence[Role], arm: Arm) -> tuple[Role, ...]:
     return tuple(role if keep else next(others) for role, keep in zip(roles, keeps, strict=True))
 
 
+def cold_pairs(workers: Iterable[WorkerBooks]) -> tuple[tuple[str, str], ...]:
+    """Return the ids of each prefill and decode worker between which no KV has moved yet."""
+    told = list(workers)
+    return tuple(
+        (sender.worker_id, receiver.worker_id)
+        for receiver in told
+        for sender in told
+        if receiver.role is Role.DECODE and sender.role is Role.PREFILL
+        if sender.worker_id not in receiver.senders
+    )
+
+
 def spent(before: Iterable[WorkerBooks], after: Iterable[WorkerBooks]) -> Mapping[Role, Mapping[str, int]]:
     """Return what each pool counted between two looks, by role and name of the counter.
 
     Raises:
-        Unavailable: A worker began another life meanwhile, or left.
+        Unavailable: A worker began another life or got another role meanwhile, or left.
     """
     earlier = {worker.worker_id: worker for worker in before}
     totals: dict[Role, dict[str, int]] = {}
@@ -209,6 +230,10 @@ def spent(before: Iterable[WorkerBooks], after: Iterable[WorkerBooks]) -> Mappin
         old = earlier.pop(worker.worker_id, None)
         if old is None or old.generation != worker.generation:
             raise Unavailable(f"worker {worker.worker_id} began another life meanwhile")
+        if old.role is not worker.role:
+            raise Unavailable(
+                f"worker {worker.worker_id} was {old.role.value} and is {worker.role.value} now"
+            )
         pool = totals.setdefault(worker.role, {})
         for name, value in worker.counters.items():
             pool[name] = pool.get(name, 0) + value - old.counters.get(name, 0)
@@ -224,4 +249,7 @@ def _books(told: Mapping[str, Any]) -> WorkerBooks:
         generation=int(told["generation"]),
         config={name: told[name] for name in told if name not in ("id", "role", *_OF_A_LIFE)},
         counters={str(name): int(value) for name, value in told["counters"].items()},
+        senders=frozenset(
+            sender_id for sender_id, exchange in told["received_from"].items() if exchange["transfers"]
+        ),
     )

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 from twinpool.core.errors import ConfigError
 from twinpool.lab.bench.config import BenchConfig
 from twinpool.lab.study.arm import Arm, read_arms
+from twinpool.lab.study.spread import LEAST_REPEATS
+from twinpool.lab.workload.rate import mean_rate
 from twinpool.lab.workload.workload import Workload, open_workload
 
-LEAST_REPEATS = 3  # with fewer nothing can be said about spread
-_SAMPLE = 2000  # requests of a workload from which its own rate is taken, at most
 _LEAST_REQUESTS = 8  # of a cell, however low its rate
 
 
@@ -40,7 +39,7 @@ class StudySettings:
     """One study.
 
     A *cell* is one arm at one rate, once.  Cells of equal rate and repeat send the same requests at the same
-    times; each repeat draws others where the workload has a seed.
+    times; each repeat has others: drawn with another seed, or those that follow in a file.
     """
 
     workers: int
@@ -70,7 +69,7 @@ class StudySettings:
             raise ConfigError("study.cell_s", f"{self.cell_s:g} is not above 0")
         if self.bench.limits.ttft_s is None or self.bench.limits.tpot_s is None:
             raise ConfigError("study.bench.limits", "goodput needs limits for ttft_s and tpot_s")
-        self.of_cell(1.0, 0)
+        self.of_cell(max(self.rates, default=1.0), self.repeats - 1)
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -86,7 +85,7 @@ class StudySettings:
         """Return what is sent at ``rate`` in one repeat, whatever the arm.
 
         Raises:
-            ConfigError: The workload cannot be read, or has no requests at different times.
+            ConfigError: The workload cannot be read, is too short, or has no requests at different times.
         """
         count = max(_LEAST_REQUESTS, round(rate * self.cell_s))
         given = dict(self.workload)
@@ -94,16 +93,23 @@ class StudySettings:
         if "seed" in given or hasattr(open_workload(given).source, "seed"):
             given["seed"] = int(given.get("seed", 0)) + repeat
         workload = open_workload(given | {"speed": 1.0})
-        return workload.at_speed(rate / _own_rate(workload))
+        if not workload.source.is_drawn:
+            skip = workload.shape.skip + repeat * given["count"]
+            workload = replace(workload, shape=replace(workload.shape, skip=skip))
+        arrivals_s = [item.arrival_s for item in workload]
+        if not workload.source.is_drawn and len(arrivals_s) < given["count"]:
+            raise ConfigError(
+                "study.workload",
+                f"has {len(arrivals_s)} requests left for repeat {repeat + 1} at {rate:g} req/s, "
+                f"which sends {given['count']}",
+            )
+        own_rate = mean_rate(
+            len(arrivals_s), first_s=min(arrivals_s, default=0.0), last_s=max(arrivals_s, default=0.0)
+        )
+        if own_rate is None:
+            raise ConfigError("study.workload", "has no two requests at different times, so it has no rate")
+        return workload.at_speed(rate / own_rate)
 
     def bench_of(self, url: str, repeat: int) -> BenchConfig:
         """Return how a cell asks the server."""
         return replace(self.bench, url=url, seed=self.bench.seed + repeat)
-
-
-def _own_rate(workload: Workload) -> float:
-    """Return the mean rate of a workload as it is, so that a cell's rate is that of its requests."""
-    arrivals = [item.arrival_s for item in islice(iter(workload), _SAMPLE)]
-    if len(arrivals) < 2 or arrivals[-1] <= arrivals[0]:
-        raise ConfigError("study.workload", "has no two requests at different times, so it has no rate")
-    return len(arrivals) / arrivals[-1]

@@ -1,7 +1,8 @@
 """Values of a few repeats: their mean, their spread, and whether two arms differ at all.
 
-A difference is claimed only where neither the bootstrap intervals of the two means overlap, nor the interval
-of the mean difference holds zero.  With three repeats the intervals are the ranges.
+A difference is claimed only where the ranges of the two do not overlap: then the chance that equal arms look
+different is known whatever they are like, and no repeat contradicts another.  How large it is, is told by the
+bootstrap interval of its mean.
 
 Source:
     The percentile interval: Efron, Tibshirani, "An Introduction to the Bootstrap" (1993), chapter 13.
@@ -32,11 +33,8 @@ class Interval:
     def overlaps(self, other: Interval) -> bool:
         return self.low <= other.high and other.low <= self.high
 
-    def holds(self, value: float) -> bool:
-        return self.low <= value <= self.high
 
-
-def bootstrap_mean(values: Sequence[float], *, seed: int = 0) -> Interval:
+def bootstrap_mean(values: Sequence[float]) -> Interval:
     """Return the percentile interval of the mean under resampling; of one value, that value.
 
     Up to six values every resample is gone through, so the result is exact; beyond, ten thousand are drawn.
@@ -46,7 +44,7 @@ def bootstrap_mean(values: Sequence[float], *, seed: int = 0) -> Interval:
     if size <= _ALL_UP_TO:
         means = [math.fsum(draw) / size for draw in itertools.product(values, repeat=size)]
     else:
-        source = random.Random(f"bootstrap {seed}")
+        source = random.Random("bootstrap")
         means = [math.fsum(source.choices(values, k=size)) / size for _ in range(_DRAWS)]
     means.sort()
     tail = (1.0 - CONFIDENCE) / 2
@@ -61,8 +59,8 @@ class Comparison:
     repeats: int
     mean: float
     other_mean: float
-    interval: Interval  # of the mean
-    other_interval: Interval
+    range: Interval  # from the least to the most
+    other_range: Interval
     difference: Interval  # of the mean of (value - other value) of a repeat
 
     @property
@@ -73,8 +71,7 @@ class Comparison:
     @property
     def differs(self) -> bool:
         """Whether the two are told apart; False means that there is no difference to be seen."""
-        overlaps = self.interval.overlaps(self.other_interval)
-        return self.is_known and not overlaps and not self.difference.holds(0.0)
+        return self.is_known and not self.range.overlaps(self.other_range)
 
     @property
     def change(self) -> float | None:
@@ -92,8 +89,8 @@ def compare(values: Mapping[int, float], others: Mapping[int, float]) -> Compari
         repeats=len(both),
         mean=fmean(mine),
         other_mean=fmean(theirs),
-        interval=bootstrap_mean(mine),
-        other_interval=bootstrap_mean(theirs),
+        range=Interval(min(mine), max(mine)),
+        other_range=Interval(min(theirs), max(theirs)),
         difference=bootstrap_mean([one - other for one, other in zip(mine, theirs, strict=True)]),
     )
 

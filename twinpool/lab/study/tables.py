@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from twinpool.lab.study.cell import Measurement
+from twinpool.lab.study.cell import Measurement, TransferUse
 from twinpool.lab.study.findings.words import percent
 from twinpool.lab.study.results import GOODPUT, Results
 
@@ -82,8 +82,7 @@ def pools_table(results: Results) -> Table:
                 busy = [use.busy_share for use in uses if use.busy_share is not None]
                 worker_s = [cell.pools[role].workers * float(cell.summary["duration_s"]) for cell in there]
                 moves = role == "prefill"
-                hidden_s = sum(cell.transfers.hidden_s for cell in there)
-                total_s = sum(cell.transfers.total_s for cell in there)
+                hidden_share = sum((cell.transfers for cell in there), TransferUse()).hidden_share
                 rows.append(
                     (
                         f"{rate:g}",
@@ -94,7 +93,7 @@ def pools_table(results: Results) -> Table:
                         f"{sum(use.prompt_tokens for use in uses) / sum(worker_s):.0f}",
                         f"{sum(use.output_tokens for use in uses) / sum(worker_s):.1f}",
                         f"{fmean(cell.transfers.kv_bytes for cell in there) / 2**20:.1f}" if moves else "-",
-                        percent(hidden_s / total_s) if moves and total_s else "-",
+                        percent(hidden_share) if moves and hidden_share is not None else "-",
                     )
                 )
     return Table(
@@ -108,7 +107,7 @@ def pools_table(results: Results) -> Table:
             "prompt tokens/s per worker",
             "output tokens/s per worker",
             "KV sent, MiB per cell",
-            "of that time hidden",
+            "of its time before the first token",
         ),
         rows=tuple(rows),
     )

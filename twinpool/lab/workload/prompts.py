@@ -40,6 +40,10 @@ class Prompts:
     def ends(self) -> bool:
         return not self.repeat
 
+    @property
+    def is_drawn(self) -> bool:
+        return False
+
     def items(self) -> Iterator[WorkItem]:
         """Yield a request for each prompt of the file, in its order.
 

@@ -17,7 +17,8 @@ class Shape:
     start_s: float = 0.0
     end_s: float | None = None  # requests at this moment are out
     speed: float = 1.0  # 2: the same requests at twice the rate
-    count: int | None = None  # of the window's requests, from the first one
+    skip: int = 0  # of the window's requests, that many are left out, and the next one comes at 0
+    count: int | None = None  # of those that are left, from the first one
     max_prompt_tokens: int | None = None  # what is longer is cut, but no text
     max_output_tokens: int | None = None
 
@@ -28,6 +29,8 @@ class Shape:
             raise ConfigError("workload.end_s", f"{self.end_s} is not after start_s, {self.start_s}")
         if not self.speed > 0.0:
             raise ConfigError("workload.speed", f"{self.speed} is not above 0")
+        if self.skip < 0:
+            raise ConfigError("workload.skip", f"{self.skip} is negative")
         for name in ("count", "max_prompt_tokens", "max_output_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -41,12 +44,18 @@ class Shape:
     def of(self, items: Iterable[WorkItem]) -> Iterator[WorkItem]:
         """Yield what this shape leaves, numbered from 0; reads no further than it must."""
         index, is_cut = 0, bool(self.max_prompt_tokens or self.max_output_tokens)
+        skipped, origin_s = 0, self.start_s
         for item in items:
             if item.arrival_s < self.start_s:
                 continue
             if self.end_s is not None and item.arrival_s >= self.end_s:
                 return
-            arrival_s = (item.arrival_s - self.start_s) / self.speed
+            if skipped < self.skip:
+                skipped += 1
+                continue
+            if skipped and not index:
+                origin_s = item.arrival_s
+            arrival_s = (item.arrival_s - origin_s) / self.speed
             is_same = index == item.index and arrival_s == item.arrival_s
             shaped = item if is_same else replace(item, index=index, arrival_s=arrival_s)
             yield self._cut(shaped) if is_cut else shaped

@@ -63,6 +63,10 @@ class ShareGPT:
     def ends(self) -> bool:
         return self.conversations is not None
 
+    @property
+    def is_drawn(self) -> bool:
+        return True
+
     def items(self) -> Iterator[WorkItem]:
         """Yield the turns of all conversations in the order of time; only those that go on are in memory."""
         begins = read_arrivals(self.arrival, "arrival").times(random.Random(f"{self.seed} arrival"))

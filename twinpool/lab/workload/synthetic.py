@@ -32,6 +32,10 @@ class Synthetic:
     def ends(self) -> bool:
         return False
 
+    @property
+    def is_drawn(self) -> bool:
+        return True
+
     def items(self) -> Iterator[WorkItem]:
         """Yield the requests, the same ones each time."""
         prompts, outputs = read_lengths(self.prompt, "prompt"), read_lengths(self.output, "output")

@@ -40,6 +40,10 @@ class Trace:
     def ends(self) -> bool:
         return True
 
+    @property
+    def is_drawn(self) -> bool:
+        return False
+
     def items(self) -> Iterator[WorkItem]:
         """Yield the requests as the file is read.
 

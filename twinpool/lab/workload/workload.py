@@ -34,6 +34,11 @@ class Source(Protocol):
         """Whether it ends by itself."""
         ...
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether another ``seed`` makes other requests, and not the same ones at other times."""
+        ...
+
     def items(self) -> Iterator[WorkItem]: ...
 
 

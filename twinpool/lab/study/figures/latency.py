@@ -65,7 +65,7 @@ def _draw(
     axes.set_xlim(-0.6, len(rates) - 0.4)
     axes.grid(visible=False, axis="x")
     axes.set_xlabel("rate of requests (req/s)")
-    axes.set_ylabel(name)
+    axes.set_ylabel(f"{name} (s)")
     handles: list[Any] = [
         Patch(color=SERIES[number % len(SERIES)], label=arm) for number, arm in enumerate(arms)
     ]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations
 
 from twinpool.lab.study.findings.words import Conclusion
-from twinpool.lab.study.results import Results
-from twinpool.lab.study.spread import LEAST_REPEATS, chance_of_disjoint
+from twinpool.lab.study.results import GOODPUT, Results
+from twinpool.lab.study.spread import Comparison, chance_of_disjoint, compare
 
 
 def find(results: Results) -> Iterator[Conclusion]:
     """Say how often chance looks like a difference, and which cells do not count."""
-    repeats = results.settings.repeats
-    if repeats >= LEAST_REPEATS and len(results.arms) > 1:
+    repeats = min((each.repeats for each in _comparisons(results) if each.is_known), default=None)
+    if repeats is not None:
         chance = chance_of_disjoint(repeats)
         yield Conclusion(
             kind="doubt",
@@ -31,3 +32,13 @@ def find(results: Results) -> Iterator[Conclusion]:
                 for each in results.invalid
             ),
         )
+
+
+def _comparisons(results: Results) -> Iterator[Comparison]:
+    """Yield every pair of arms, at each rate or by what a search found."""
+    for one, other in combinations(results.arms, 2):
+        if results.settings.search is None:
+            told = [results.comparison(GOODPUT, one, rate, other=other) for rate in results.rates]
+        else:
+            told = [compare(results.capacities(one), results.capacities(other))]
+        yield from (each for each in told if each is not None)

@@ -7,7 +7,7 @@ from itertools import permutations
 
 from twinpool.lab.study.findings.words import Conclusion, against, interval, listed, percent, rates_text
 from twinpool.lab.study.results import GOODPUT, Results
-from twinpool.lab.study.spread import CONFIDENCE, LEAST_REPEATS, Comparison
+from twinpool.lab.study.spread import LEAST_REPEATS, Comparison
 
 
 def find(results: Results) -> Iterator[Conclusion]:
@@ -71,8 +71,7 @@ def _equal(results: Results, equal: dict[str, list[float]]) -> Iterator[Conclusi
             kind="goodput",
             text=f"At {rates_text(same)} there is no difference in requests within the limits between "
             f"{results.reference} and {' or '.join(arms)}.",
-            evidence="; ".join(_shares(results, arms, rate) for rate in same)
-            + f"; the {percent(CONFIDENCE)} intervals overlap",
+            evidence="; ".join(_shares(results, arms, rate) for rate in same) + "; their ranges overlap",
         )
 
 

@@ -1,10 +1,11 @@
-"""Why an arm does what it does: which pool is the busier one, and how much of the moving of KV is hidden."""
+"""Why an arm does what it does: which pool is the busier one, and whether a second token waits for KV."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from statistics import fmean
 
+from twinpool.lab.study.cell import TransferUse
 from twinpool.lab.study.findings.words import Conclusion, ms, percent
 from twinpool.lab.study.results import Results
 
@@ -43,15 +44,13 @@ def _busier(results: Results, arm: str) -> Iterator[Conclusion]:
 
 
 def _moved(results: Results, arm: str) -> Iterator[Conclusion]:
-    uses = [each.transfers for each in results.valid if each.cell.arm == arm]
-    number, total_s = sum(use.transfers for use in uses), sum(use.total_s for use in uses)
-    if not number or not total_s:
+    use = sum((each.transfers for each in results.valid if each.cell.arm == arm), TransferUse())
+    if use.hidden_share is None or use.tail_s is None:
         return
-    hidden = sum(use.hidden_s for use in uses) / total_s
-    mib = sum(use.kv_bytes for use in uses) / number / 2**20
     yield Conclusion(
         kind="transfer",
-        text=f"In {arm} {percent(hidden)} of the time in which KV moves lies before the first token of its "
-        f"own request, hidden behind the computation of the prompt.",
-        evidence=f"{number:,} transfers of {mib:.2f} MiB and {ms(total_s / number)} on average",
+        text=f"In {arm} {percent(use.hidden_share)} of the time in which KV moves lies before the first "
+        f"token of its own request reached the router; {ms(use.tail_s)} of a transfer are left then.",
+        evidence=f"{use.transfers:,} transfers of {use.kv_bytes / use.transfers / 2**20:.2f} MiB and "
+        f"{ms(use.total_s / use.transfers)} on average",
     )
