@@ -77,6 +77,7 @@ def test_repeats_of_a_file_send_what_follows_in_it(tmp_path: Path) -> None:
         list(range(first, first + 10)) for first in (1, 11, 21)
     ]
     assert all([item.arrival_s for item in cell] == list(map(float, range(10))) for cell in cells)
+    assert all([item.index for item in cell] == list(range(10)) for cell in cells)
     with pytest.raises(
         ConfigError, match=r"^study\.workload: has 0 requests left for repeat 4 at 1 req/s, which sends 10$"
     ):
