@@ -174,9 +174,13 @@ def _bind_scalar(hint: Any, value: object, path: str) -> Any:
     if hint is int and isinstance(value, int) and not is_bool:
         return value
     if hint is float and isinstance(value, int | float) and not is_bool:
-        if not math.isfinite(value):
-            raise ConfigError(path, f"{value} is not finite")
-        return float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # a whole number that no float can hold
+            number = math.inf
+        if not math.isfinite(number):
+            raise ConfigError(path, f"{number} is not finite")
+        return number
     if hint is str and isinstance(value, str):
         return value
     if hint is Path and isinstance(value, str):

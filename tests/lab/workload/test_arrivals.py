@@ -49,8 +49,11 @@ def test_twice_the_rate_is_the_same_arrivals_at_half_the_times(kind: str) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("poisson(0)", r"poisson\.rate: 0\.0 is not above 0"),
-        ("gamma(1, cv=0)", r"gamma\.cv: 0\.0 is not above 0"),
+        ("poisson(0)", r"poisson\.rate: 0\.0 is not in \[1e-9, 1e9\]"),
+        ("constant(1e300)", r"constant\.rate: 1e\+300 is not in"),
+        ("gamma(1, cv=0)", r"gamma\.cv: 0\.0 is not in \[0\.001, 100\]"),
+        ("gamma(1, cv=1e200)", r"gamma\.cv: 1e\+200 is not in"),
+        ("gamma(1, cv=1e-200)", r"gamma\.cv: 1e-200 is not in"),
         ("poisson", r"arrival\.poisson\.rate: is missing"),
         ("4", "arrival: '4' is none of poisson"),
     ],

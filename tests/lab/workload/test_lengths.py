@@ -55,6 +55,10 @@ def test_uniform_reaches_both_ends_alike() -> None:
     [
         ("0", "prompt: 0 is less than 1 token"),
         ("normal(3)", r"prompt: 'normal\(3\)' is none of fixed\(...\), uniform\(...\), lognormal"),
+        ("uniform(1, 1000000001)", "uniform.most: 1000000001 is more than 1,000,000,000 tokens"),
+        (f"uniform(1, 1{'0' * 400})", "uniform.most: inf is a number, not a whole number"),
+        (f"bimodal(1, 1{'0' * 400})", "bimodal.long"),
+        ("lognormal(9, sigma=1e200)", r"lognormal\.sigma: 1e\+200 is not in"),
         ("uniform(9, 3)", "uniform.most: 3 is less than least, 9"),
         ("uniform(9)", r"prompt\.uniform\.most: is missing"),
         ("fixed(1, 2)", "has more values than tokens"),

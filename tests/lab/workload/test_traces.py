@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -116,7 +117,31 @@ def test_a_line_of_ours_leaves_out_what_has_its_default() -> None:
         (
             "a.csv",
             "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,0,3\n",
-            r"a\.csv:2: 0 is less than 1 token",
+            r"a\.csv:2: 0 is less than 1",
+        ),
+        (
+            "a.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+            "2023-11-16 18:15:46,9,3\n"
+            "2023-11-16 18:15:47+00:00,9,3\n",
+            r"a\.csv:3: 2023-11-16 18:15:47\+00:00: some times have an offset, and some have none",
+        ),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1_000,3\n", r"a\.csv:2"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,\u0663,3\n", r"a\.csv:2"),
+        (
+            "m.jsonl",
+            '{"timestamp": 1' + "0" * 400 + ', "input_length": 512, "output_length": 1}\n',
+            r"m\.jsonl:1 timestamp: 10+ is no time in milliseconds",
+        ),
+        (
+            "m.jsonl",
+            '{"timestamp": 0, "input_length": 1' + "0" * 400 + ', "output_length": 1}\n',
+            r"m\.jsonl:1 input_length: is more than 1,000,000,000",
+        ),
+        (
+            "o.jsonl",
+            '{"arrival_s": 1' + "0" * 400 + ', "prompt_tokens": 5, "output_tokens": 1}\n',
+            r"o\.jsonl:1\.arrival_s: inf is not finite",
         ),
         ("m.jsonl", '{"timestamp": 0, "input_length": 5}\n', r"m\.jsonl:1 output_length: is missing"),
         (
@@ -160,6 +185,31 @@ def test_a_mistake_in_a_file_is_told_with_its_line(
 
     with pytest.raises(ConfigError, match=message):
         list(open_workload(f"trace:path={path},format={formats[name]}"))
+
+
+def test_a_byte_order_mark_before_a_trace_is_no_part_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,374,44\n", encoding="utf-8-sig"
+    )
+
+    assert [item.prompt_tokens for item in open_workload(f"trace:path={path}")] == [374]
+
+
+def test_a_first_line_of_no_known_format_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('"TIMESTAMP","ContextTokens"\n')
+
+    with pytest.raises(ConfigError, match=r"a\.csv:1: .* is neither an object of JSON nor TIMESTAMP,Con"):
+        list(open_workload(f"trace:path={path}"))
+
+
+def test_a_pipe_is_refused_since_it_can_be_read_only_once(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+
+    with pytest.raises(ConfigError, match=r"pipe: is not a regular file"):
+        list(open_workload(f"trace:path={path}"))
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ half the times.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,11 @@ from twinpool.lab.workload.calls import read_call
 
 class Arrivals(Protocol):
     """Gives times in seconds after the start, never decreasing, without end."""
+
+    @property
+    def rate(self) -> float:
+        """Requests per second, in the mean."""
+        ...
 
     def times(self, source: random.Random) -> Iterator[float]: ...
 
@@ -47,7 +53,8 @@ class Gamma:
 
     def __post_init__(self) -> None:
         _check("gamma.rate", self.rate)
-        _check("gamma.cv", self.cv)
+        if not 0.001 <= self.cv <= 100.0:
+            raise ConfigError("gamma.cv", f"{self.cv} is not in [0.001, 100]")
 
     def times(self, source: random.Random) -> Iterator[float]:
         now_s, shape = 0.0, 1 / self.cv**2
@@ -76,6 +83,10 @@ class Constant:
 class AtOnce:
     """All at the start."""
 
+    @property
+    def rate(self) -> float:
+        return math.inf
+
     def times(self, source: random.Random) -> Iterator[float]:
         while True:
             yield 0.0
@@ -95,6 +106,6 @@ def read_arrivals(text: str, field: str) -> Arrivals:
     return read_call(text, KINDS, field)
 
 
-def _check(field: str, value: float) -> None:
-    if not value > 0.0:
-        raise ConfigError(field, f"{value} is not above 0")
+def _check(field: str, rate: float) -> None:
+    if not 1e-9 <= rate <= 1e9:
+        raise ConfigError(field, f"{rate} is not in [1e-9, 1e9]")

@@ -12,6 +12,8 @@ from typing import Protocol
 from twinpool.core.errors import ConfigError
 from twinpool.lab.workload.calls import read_call, scalar
 
+_MOST_TOKENS = 10**9
+
 
 class Lengths(Protocol):
     """Draws numbers of tokens, 1 or more."""
@@ -41,6 +43,7 @@ class Uniform:
 
     def __post_init__(self) -> None:
         _check("uniform.least", self.least)
+        _check("uniform.most", self.most)
         if self.most < self.least:
             raise ConfigError("uniform.most", f"{self.most} is less than least, {self.least}")
 
@@ -59,8 +62,8 @@ class Lognormal:
     def __post_init__(self) -> None:
         _check("lognormal.mean", self.mean)
         _check("lognormal.most", self.most)
-        if self.sigma < 0.0:
-            raise ConfigError("lognormal.sigma", f"{self.sigma} is negative")
+        if not 0.0 <= self.sigma <= 10.0:
+            raise ConfigError("lognormal.sigma", f"{self.sigma} is not in [0, 10]")
 
     def draw(self, source: random.Random) -> int:
         middle = math.log(self.mean) - self.sigma**2 / 2
@@ -78,6 +81,7 @@ class Bimodal:
 
     def __post_init__(self) -> None:
         _check("bimodal.short", self.short)
+        _check("bimodal.long", self.long)
         _check("bimodal.long", self.long)
         for name in ("long_share", "spread"):
             if not 0.0 <= getattr(self, name) <= 1.0:
@@ -109,3 +113,5 @@ def read_lengths(text: str, field: str) -> Lengths:
 def _check(field: str, tokens: float) -> None:
     if tokens < 1:
         raise ConfigError(field, f"{tokens} is less than 1 token")
+    if tokens > _MOST_TOKENS:
+        raise ConfigError(field, f"{tokens} is more than {_MOST_TOKENS:,} tokens")

@@ -27,8 +27,8 @@ class Shape:
             raise ConfigError("workload.start_s", f"{self.start_s} is negative")
         if self.end_s is not None and self.end_s <= self.start_s:
             raise ConfigError("workload.end_s", f"{self.end_s} is not after start_s, {self.start_s}")
-        if not self.speed > 0.0:
-            raise ConfigError("workload.speed", f"{self.speed} is not above 0")
+        if not 1e-9 <= self.speed <= 1e9:
+            raise ConfigError("workload.speed", f"{self.speed} is not in [1e-9, 1e9]")
         if self.skip < 0:
             raise ConfigError("workload.skip", f"{self.skip} is negative")
         for name in ("count", "max_prompt_tokens", "max_output_tokens"):

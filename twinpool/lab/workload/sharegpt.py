@@ -51,6 +51,8 @@ class ShareGPT:
         for name, least in (("turns", 1.0), ("systems", 1), ("system_tokens", 0), ("block_tokens", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"workload.{name}", f"{getattr(self, name)} is less than {least}")
+        if self.conversations is not None and self.conversations < 1:
+            raise ConfigError("workload.conversations", f"{self.conversations} is less than 1")
         if self.think_s < 0.0:
             raise ConfigError("workload.think_s", f"{self.think_s} is negative")
         if self.max_context_tokens < self.system_tokens + 2:

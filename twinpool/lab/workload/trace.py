@@ -61,9 +61,12 @@ class Trace:
     def _format(self) -> str:
         if self.format != "auto":
             return self.format
-        _, first = next(read_lines(self.path), (0, ""))
+        number, first = next(read_lines(self.path), (0, "{"))
         if first.strip() == HEADER:
             return "azure"
+        if not first.lstrip().startswith("{"):
+            problem = f"{first[:80]!r} is neither an object of JSON nor {HEADER}"
+            raise ConfigError(f"{self.path}:{number}", problem)
         return "mooncake" if '"input_length"' in first else "own"
 
     def _in_order(self, items: Iterator[WorkItem]) -> Iterator[WorkItem]:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from twinpool.core.config import bind, unbind
 from twinpool.core.errors import ConfigError
+from twinpool.lab.workload.arrivals import read_arrivals
 from twinpool.lab.workload.calls import scalar, split
 from twinpool.lab.workload.item import WorkItem
 from twinpool.lab.workload.prompts import Prompts
@@ -25,9 +26,16 @@ from twinpool.lab.workload.sharegpt import ShareGPT
 from twinpool.lab.workload.synthetic import Synthetic
 from twinpool.lab.workload.trace import Trace
 
+_MOST_DRAWN = 10**9  # requests, before the time at which a workload ends or begins to count
+
 
 class Source(Protocol):
     """Where requests come from: a frozen dataclass of settings."""
+
+    @property
+    def arrival(self) -> str:
+        """When requests come, as ``arrivals.read_arrivals`` reads it; empty: its own."""
+        ...
 
     @property
     def ends(self) -> bool:
@@ -56,11 +64,22 @@ class Workload:
     shape: Shape = field(default_factory=Shape)
 
     def __post_init__(self) -> None:
-        if not self.source.ends and not self.shape.ends:
-            raise ConfigError("workload.count", f"is missing: {self.kind} does not end without it or end_s")
+        if not self.source.ends:
+            self._check_end()
 
     def __iter__(self) -> Iterator[WorkItem]:
         return self.shape.of(self.source.items())
+
+    def _check_end(self) -> None:
+        """Check that what is drawn without end reaches its end while somebody can wait for it."""
+        shape, arrival = self.shape, self.source.arrival
+        if not shape.ends:
+            raise ConfigError("workload.count", f"is missing: {self.kind} does not end without it or end_s")
+        name = "end_s" if shape.count is None else "start_s"  # when that is, drawing ends, or a count begins
+        last_s = getattr(shape, name)
+        if last_s > 0.0 and read_arrivals(arrival, "workload.arrival").rate * last_s > _MOST_DRAWN:
+            problem = f"{arrival} brings more than {_MOST_DRAWN:,} requests before {last_s:g} s"
+            raise ConfigError(f"workload.{name}", problem)
 
     def at_speed(self, speed: float) -> Workload:
         """Return the same requests at ``speed`` times the rate of the source."""

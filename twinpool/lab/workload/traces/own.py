@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from twinpool.core.config import bind
 from twinpool.core.errors import ConfigError
 from twinpool.lab.workload.item import WorkItem
-from twinpool.lab.workload.traces.lines import read_objects
+from twinpool.lab.workload.traces.lines import MOST_TOKENS, read_objects, whole_number
 
 
 def read_own(path: Path) -> Iterator[WorkItem]:
@@ -26,8 +26,7 @@ def read_own(path: Path) -> Iterator[WorkItem]:
     for index, (where, line) in enumerate(read_objects(path)):
         item = bind(WorkItem, {"index": index} | dict(line), where)
         for name in ("prompt_tokens", "output_tokens"):
-            if getattr(item, name) < 1:
-                raise ConfigError(f"{where}.{name}", f"{getattr(item, name)} is less than 1")
+            whole_number(getattr(item, name), f"{where}.{name}", least=1, most=MOST_TOKENS)
         if item.blocks and item.block_tokens * (len(item.blocks) - 1) >= item.prompt_tokens:
             raise ConfigError(
                 f"{where}.blocks",
