@@ -97,6 +97,23 @@ def test_whatever_a_text_says_it_is_a_text(
     assert not answer.error
 
 
+def test_blanks_around_done_are_no_part_of_it() -> None:
+    answer = _fed(COMPLETION[:3], done=False)
+
+    answer.feed(b"data: [DONE] \n\n", 3.0)
+
+    assert answer.is_done
+
+
+def test_an_event_is_read_as_it_comes_where_lines_end_with_cr_alone() -> None:
+    answer = Answer()
+
+    answer.feed(_event(COMPLETION[0][1]).replace(b"\n", b"\r"), 1.0)
+    answer.feed(_event(COMPLETION[2][1]), 2.0)
+
+    assert (answer.first_s, answer.last_s) == (1.0, 2.0)
+
+
 def test_an_error_in_the_stream_has_its_code_as_kind() -> None:
     answer = _fed([*COMPLETION[:2], (2.0, {"error": {"message": "x", "code": "worker_lost"}})])
 
@@ -117,7 +134,7 @@ def test_the_kind_of_an_error_is_what_comes_nearest_to_a_code(error: object, kin
     assert kind_of(error) == kind
 
 
-@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
 @pytest.mark.parametrize("size", [1, 5, 4096])
 def test_events_are_the_same_however_their_bytes_come(size: int, line_end: bytes) -> None:
     data = b": a comment\n\nevent: x\n" + b"".join(_event(event) for _, event in COMPLETION)

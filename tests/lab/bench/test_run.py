@@ -430,6 +430,7 @@ def test_the_result_is_json_that_says_how_to_repeat_it() -> None:
     [
         ({"url": "localhost:8000"}, r"bench\.url: 'localhost:8000' does not begin with http://HOST:PORT"),
         ({"url": "http://[::1"}, r"bench\.url"),
+        ({"url": "http://me:secret@127.0.0.1:1"}, r"^bench\.url: has a name or a password before the host"),
         ({"cancel_share": 2.0}, r"bench\.cancel_share: 2\.0 is not in \[0, 1\]"),
         ({"timeout_s": 0.0}, r"bench\.timeout_s: 0\.0 is not above 0"),
         ({"body": {"stream": False}}, r"bench\.body\.stream: is set by the workload"),

@@ -45,6 +45,7 @@ class Answer:
         self.is_done = False
         self._finished_s: float | None = None
         self._rest = b""  # the beginning of a line
+        self._is_after_cr = False  # what came last ended so, and perhaps the line end goes on
         self._data: list[bytes] = []  # lines of the event that goes on
 
     @property
@@ -83,12 +84,15 @@ class Answer:
             ValueError: An event is no JSON object, or far too long.
         """
         is_one = data.startswith(b"data: ") and data.endswith(b"\n\n") and data.count(b"\n") == 2
-        if is_one and not self._rest and not self._data:
+        if is_one and not (self._rest or self._data or self._is_after_cr):
             self._event(data[6:-2], now_s)
             return
-        *lines, self._rest = (self._rest + data if self._rest else data).split(b"\n")
-        for ended in lines:
-            line = ended[:-1] if ended.endswith(b"\r") else ended
+        if self._is_after_cr and data.startswith(b"\n"):  # the other half of a line end that was cut
+            data = data[1:]
+        self._is_after_cr = data.endswith(b"\r")
+        lines = (self._rest + data if self._rest else data).splitlines()
+        self._rest = b"" if data.endswith((b"\r", b"\n")) or not lines else lines.pop()
+        for line in lines:
             if not line:
                 if self._data:
                     event, self._data = b"\n".join(self._data), []

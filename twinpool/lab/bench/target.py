@@ -41,13 +41,16 @@ def read_target(url: str, *, api_key: str | None) -> Target:
     """Read ``http://HOST:PORT``, with or without a ``/v1`` at its end.
 
     Raises:
-        ConfigError: It is no such URL, or the key has a character that no header can hold.
+        ConfigError: It is no such URL, one with a password, or the key has a character that no
+            header can hold.
     """
     try:
         parts = urllib.parse.urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError:
         host, port = None, None
+    if "@" in url.partition("?")[0]:  # it is not shown: a password may be in it
+        raise ConfigError("bench.url", "has a name or a password before the host; a key goes with --api-key")
     if not host or parts.scheme not in ("http", "https") or not url.isascii():
         raise ConfigError("bench.url", f"{url!r} does not begin with http://HOST:PORT")
     is_tls = parts.scheme == "https"
