@@ -179,6 +179,25 @@ def test_quantised_weights_take_the_bits_of_their_groups(
     assert term.kind == "estimate"
 
 
+@pytest.mark.parametrize("bits", [65, 10**400])
+def test_more_bits_than_a_weight_has_are_refused(bits: int) -> None:
+    config = {**CONFIGS["Mixtral-8x7B-v0.1"], "quantization_config": {"quant_method": "gptq", "bits": bits}}
+
+    with pytest.raises(ModelError, match="quantization_config: bits: is more than 64"):
+        model_of(config).weights(dtype="bfloat16", num_ranks=1)
+
+
+def test_heads_that_differ_from_layer_to_layer_are_not_served_and_an_estimate() -> None:
+    """16 layers: half have one KV head of 64, half two; without norms, one matrix of 2 x 64 x 2048 a head."""
+    config = {**CONFIGS["Llama-3.2-1B"], "num_key_value_heads": [1, 2] * 8}
+    fewer = {**config, "num_key_value_heads": [1] * 16}
+
+    term, smaller = (model_of(c).weights(dtype="bfloat16", num_ranks=1) for c in (config, fewer))
+
+    assert term.kind == "estimate"
+    assert term.num_bytes - smaller.num_bytes == 8 * 2 * 64 * 2048 * 2
+
+
 def test_groups_that_do_not_tell_their_bits_are_refused() -> None:
     quantization = {
         "quant_method": "compressed-tensors",

@@ -98,6 +98,7 @@ def are_known(config: ModelConfig) -> bool:
     return (
         config.fields.get("model_type") in ("llama", "mistral", "qwen2", "qwen3")
         and "quantization_config" not in config
+        and not isinstance(config.fields.get("num_key_value_heads"), list)
         and not any(name in config for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     )
 

@@ -15,6 +15,7 @@ from twinpool.engine.model_config import ModelConfig
 # Scales included: one of 8 bits for 32 weights of mxfp4, for 16 of nvfp4.
 _METHODS: Mapping[str, float] = MappingProxyType({"fp8": 8.0, "fbgemm_fp8": 8.0, "mxfp4": 4.25})
 _MODELOPT: Mapping[str, float] = MappingProxyType({"FP8": 8.0, "NVFP4": 4.5, "W4A16_NVFP4": 4.5})
+_MOST = 64
 
 
 def weight_bits(quantization: ModelConfig) -> float:
@@ -31,7 +32,7 @@ def weight_bits(quantization: ModelConfig) -> float:
     if quantization.fields.get("config_groups"):
         return max(_group_bits(quantization))
     if "bits" in quantization:
-        return quantization.integer("bits") + _scale(quantization, 32)  # float16 scale and zero point
+        return _bits(quantization, "bits") + _scale(quantization, 32)  # float16 scale and zero point
     if method == "modelopt" and quantization.text("quant_algo", "") in _MODELOPT:
         return _MODELOPT[quantization.text("quant_algo")]
     raise quantization.error(
@@ -53,8 +54,15 @@ def _group_bits(quantization: ModelConfig) -> list[float]:
                 "config_groups", "how many bits the weights of each group have is missing"
             )
         is_float = weight.text("type", "int") == "float"  # whose small groups have a scale of 8 bits
-        found.append(weight.integer("num_bits") + _scale(weight, 8 if is_float else 16))
+        found.append(_bits(weight, "num_bits") + _scale(weight, 8 if is_float else 16))
     return found
+
+
+def _bits(part: ModelConfig, name: str) -> int:
+    bits = part.integer(name)
+    if bits > _MOST:
+        raise part.error(name, f"is more than {_MOST}")
+    return bits
 
 
 def _scale(part: ModelConfig, num_bits: int) -> float:
