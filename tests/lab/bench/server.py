@@ -27,6 +27,7 @@ class Times:
     freeze_after: int = 0  # generating requests; 0: never
     freeze_s: float = 0.0  # for so long the whole process does nothing
     tokenizes: bool = True  # it has a route that says its tokens
+    told: str = ""  # JSON that it says of any request; empty: what a Twinpool server would say
     certificates: str = ""  # a folder as `twinpool certs` makes it; with one, the server talks TLS
 
 
@@ -62,6 +63,8 @@ class Server:
         if path == "/log":
             counts = {"connections": self.num_connections, "left": self.num_left}
             return {"times": self.log, "bodies": self.bodies, **counts}
+        if path.startswith("/admin/requests/") and self.times.told:
+            return json.loads(self.times.told)
         if path.startswith("/admin/requests/"):
             spans = [  # room is reserved on the decode worker after the wait and before the prefill
                 {"name": "queue", "start_s": 0.0, "end_s": 0.004},

@@ -394,6 +394,23 @@ def test_a_twinpool_server_is_asked_what_a_client_cannot_see() -> None:
     assert {(record.queue_s, record.kv_bytes) for record in without} == {(None, 0)}
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        "5",
+        '{"spans": 5, "kv_bytes": "many"}',
+        '{"spans": [5, {"name": "queue", "end_s": "soon"}, {"name": "queue"}], "kv_bytes": -1}',
+        '{"spans": [{"name": "queue", "end_s": 1e999}], "kv_bytes": 1' + "0" * 400 + "}",
+    ],
+)
+def test_a_timeline_that_is_none_costs_no_record(told: str) -> None:
+    with serving(Times(told=told)) as url:
+        result, records = _run(url, "synthetic:prompt=9,output=3,arrival=at_once,count=4", timelines=True)
+
+    assert result.summary.num_answered == 4
+    assert {(record.queue_s, record.kv_bytes) for record in records} == {(None, 0)}
+
+
 def test_goodput_is_what_the_limits_make_of_it() -> None:
     limits = Limits(ttft_s=0.5, tpot_s=0.5)
     with serving(Times(ttft_s=0.01, gap_s=0.01)) as url:

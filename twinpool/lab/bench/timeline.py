@@ -31,12 +31,12 @@ async def inside(pool: ConnectionPool, target: Target, request_id: str) -> tuple
     ends = [
         float(span["end_s"])
         for span in (spans if isinstance(spans, list) else ())
-        if isinstance(span, Mapping) and span.get("name") == _WAIT and _is_below(_MOST_S, span.get("end_s"))
+        if isinstance(span, Mapping) and span.get("name") == _WAIT and _is_below(span.get("end_s"), _MOST_S)
     ]
     kv_bytes = told.get("kv_bytes")
-    return min(ends, default=None), int(kv_bytes) if _is_below(_MOST_BYTES, kv_bytes) else 0
+    return min(ends, default=None), int(kv_bytes) if _is_below(kv_bytes, _MOST_BYTES) else 0
 
 
-def _is_below(most: float, value: object) -> TypeGuard[int | float]:
+def _is_below(value: object, most: float) -> TypeGuard[int | float]:
     """Say whether a stranger's value is a number that can be one of these."""
     return isinstance(value, int | float) and 0 <= value < most
