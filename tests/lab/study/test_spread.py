@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from twinpool.lab.study.findings.words import interval
 from twinpool.lab.study.spread import Interval, bootstrap_mean, chance_of_disjoint, compare
 
 
@@ -94,3 +95,12 @@ def test_five_repeats_of_which_one_contradicts_are_no_difference() -> None:
     )
 
     assert comparison is not None and comparison.is_known and not comparison.differs
+
+
+def test_a_difference_of_latencies_is_told_in_their_unit() -> None:
+    comparison = compare({0: 0.050, 1: 0.052, 2: 0.054}, {0: 0.060, 1: 0.060, 2: 0.060})
+
+    assert comparison is not None
+    assert interval(comparison, "ms", scale=1e3) == (
+        "the difference is -10 to -6 ms (95 % bootstrap interval, 3 repeats)"
+    )

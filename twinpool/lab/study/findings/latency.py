@@ -87,7 +87,7 @@ def _changes(
             text=f"The {metric.name} of {arm} is {by} that of {results.reference} at {rates_text(changes)}.",
             evidence="; ".join(
                 f"{ms(known[rate].mean)} against {ms(known[rate].other_mean)} at {rate:g} req/s, "
-                f"{_answered(results, arm, rate)}, {interval(known[rate], 's')}"
+                f"{_answered(results, arm, rate)}, {interval(known[rate], 'ms', scale=1e3)}"
                 for rate in changes
             ),
         )

@@ -33,9 +33,9 @@ def against(comparison: Comparison, reference: str) -> str:
     return f"serves {percent(comparison.change)} {word} within the limits than {reference}"
 
 
-def interval(comparison: Comparison, unit: str) -> str:
-    """Say how sure a difference is."""
-    low, high = comparison.difference.low, comparison.difference.high
+def interval(comparison: Comparison, unit: str, *, scale: float = 1.0) -> str:
+    """Say how sure a difference is, in ``unit``; ``scale`` makes it of what was compared."""
+    low, high = comparison.difference.low * scale, comparison.difference.high * scale
     return (
         f"the difference is {low:+.3g} to {high:+.3g} {unit} ({percent(CONFIDENCE)} bootstrap interval, "
         f"{comparison.repeats} repeats)"
