@@ -87,6 +87,8 @@ def test_a_file_says_what_happens_to_workers(tmp_path: Path, capsys: pytest.Capt
         ([SPEC, "--profile", "b300"], "profile: b300 is no path to a .yaml file and none of"),
         ([SPEC, *PROFILE, "--layout", "2P"], "pools: nobody decodes"),
         ([SPEC, *PROFILE, "--layout", "2X"], "--layout: '2X' is no layout such as 2P1D or 3C"),
+        ([SPEC, *PROFILE, "--layout", "99999999P1D"], "pools: 100000000 workers are more than 1,000"),
+        ([SPEC, *PROFILE, "--layout", "9" * 5000 + "P1D"], "P1D' is no layout such as 2P1D or 3C"),
         ([SPEC, *PROFILE, "--link", "rope"], "transfer.link: rope is none of"),
         (
             [SPEC, *PROFILE, "--overlap", "some"],

@@ -14,6 +14,9 @@ from twinpool.core.ports import Role
 from twinpool.engine.config import EngineConfig
 from twinpool.lab.profile.profile import Link, Per, load_links
 
+MOST_WORKERS = 1_000  # of a deployment: each has an engine with all its blocks
+LONGEST_S = 86_400.0  # of a step or a hop: meanwhile workers go on sending heartbeats
+
 
 class Overlap(StrEnum):
     """When the KV of a prompt may leave."""
@@ -116,6 +119,10 @@ class RoleChange:
     role: Role
     timeout_s: float = 30.0  # then what still runs there goes on elsewhere
 
+    def __post_init__(self) -> None:
+        if self.timeout_s < 0.0:
+            raise ConfigError("role_changes.timeout_s", f"{self.timeout_s} is less than 0")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
@@ -124,6 +131,10 @@ class Loss:
     at_s: float
     worker: str
     back_after_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.back_after_s is not None and self.back_after_s < 0.0:
+            raise ConfigError("losses.back_after_s", f"{self.back_after_s} is less than 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +161,11 @@ class SimulationConfig:
         roles = {pool.role for pool in self.pools}
         if Role.COLOCATED not in roles and Role.DECODE not in roles:
             raise ConfigError("pools", "nobody decodes")
+        num_workers = sum(pool.workers for pool in self.pools)
+        if num_workers > MOST_WORKERS:
+            raise ConfigError("pools", f"{num_workers} workers are more than {MOST_WORKERS:,}")
+        if self.max_model_tokens < 0:
+            raise ConfigError("max_model_tokens", f"{self.max_model_tokens} is less than 0")
         if self.hop_s is not None and self.hop_s < 0.0:
             raise ConfigError("hop_s", f"{self.hop_s} is less than 0")
         names = set(self.worker_ids())
@@ -177,7 +193,7 @@ ROLE_LETTERS: Mapping[Role, str] = MappingProxyType(
     {Role.PREFILL: "P", Role.DECODE: "D", Role.COLOCATED: "C"}
 )  # in the name of a layout, as in 2P1D
 _ROLES = {letter: role for role, letter in ROLE_LETTERS.items()}
-_LAYOUT = re.compile(r"(\d+)([PDC])", re.ASCII)
+_LAYOUT = re.compile(r"(\d{1,9})([PDC])", re.ASCII)
 
 
 def parse_layout(text: str) -> list[tuple[Role, int]]:

@@ -25,7 +25,7 @@ from twinpool.lab.metrics.limits import Limits
 from twinpool.lab.metrics.summary import Summary
 from twinpool.lab.profile.profile import Profile, load_profile
 from twinpool.lab.record import Record
-from twinpool.lab.simulate.config import Emulate, Loss, Pool, RoleChange, SimulationConfig
+from twinpool.lab.simulate.config import LONGEST_S, Emulate, Loss, Pool, RoleChange, SimulationConfig
 from twinpool.lab.simulate.cost_runner import CostRunner
 from twinpool.lab.simulate.emulate import emulated_cost, emulated_item
 from twinpool.lab.simulate.journey import Journey
@@ -38,6 +38,7 @@ from twinpool.lab.simulate.worker import SimulatedWorker
 from twinpool.lab.workload.item import WorkItem
 
 LOOK_EVERY_S = 0.05  # at a worker that empties for another role
+_LATEST_S = 1e9  # of an arrival: the floats of later times lie too far apart for steps
 
 
 def run_simulation(
@@ -91,6 +92,8 @@ class Simulation:
         self._machines: dict[str, Machine] = {}  # by profile, of those whose workers share one
         hops_s = [self._profile(pool).hop_s for pool in config.pools]
         self.hop_s = max(hops_s) if config.hop_s is None else config.hop_s
+        if self.hop_s > LONGEST_S:
+            raise ConfigError("hop_s", f"{self.hop_s:g} is more than {LONGEST_S:g}")
         is_shared = config.emulate is not Emulate.SPLITWISE_SIM
         link = config.transfer.resolve(self._profile(config.pools[0]).transfers)
         if config.emulate is Emulate.SIMDISTSERVE:
@@ -165,6 +168,9 @@ class Simulation:
     def _expect(self, item: WorkItem) -> None:
         if item.arrival_s < self.timetable.time_s:
             raise ConfigError("workload", f"request {item.index} comes before the one ahead of it")
+        if item.arrival_s > _LATEST_S:
+            problem = f"comes after {item.arrival_s:g} s, more than {_LATEST_S:g}"
+            raise ConfigError("workload", f"request {item.index} {problem}")
         if bool(item.blocks) != self._knows_contents:
             raise ConfigError(
                 "workload", f"request {item.index} has blocks and others have not, or the reverse"
@@ -181,13 +187,15 @@ class Simulation:
 
     def _start(self, item: WorkItem) -> None:
         router = self._config.router
-        request = request_of(item, timeout_s=router.request_timeout_s, num_tokens=item.output_tokens)
+        needed, limit = item.prompt_tokens + item.output_tokens, self._limit_tokens
+        # Nobody takes what is too long, so its tokens, of which there may be any number, are not made.
+        taken = item if needed <= limit else replace(item, prompt_tokens=1, blocks=())
+        request = request_of(taken, timeout_s=router.request_timeout_s, num_tokens=item.output_tokens)
         tries = Tries(max_attempts=router.max_attempts, on_transfer_failure=router.on_transfer_failure)
         journey = Journey(item, request, tries, self)
         self._journeys[journey] = None
-        limit = self._limit_tokens
-        if request.max_total_tokens + 1 > limit:
-            journey.refuse(PromptTooLong(needed_tokens=request.max_total_tokens + 1, limit_tokens=limit))
+        if needed > limit:
+            journey.refuse(PromptTooLong(needed_tokens=needed, limit_tokens=limit))
             return
         if not self._is_beating:
             self._is_beating = True

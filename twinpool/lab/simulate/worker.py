@@ -23,6 +23,7 @@ from twinpool.engine.engine import Engine
 from twinpool.engine.scheduler import StepResult
 from twinpool.engine.sequence import SequenceState
 from twinpool.lab.profile.cost import CostModel
+from twinpool.lab.simulate.config import LONGEST_S
 from twinpool.lab.simulate.cost_runner import TOKEN, CostRunner, Prompt
 from twinpool.lab.simulate.link import SharedLink
 from twinpool.lab.simulate.machine import Machine
@@ -73,7 +74,6 @@ class SimulatedWorker:
         machine: On which it computes beside others; None: on one of its own.
 
     Attributes:
-        busy_s: Time in steps.
         kv_bytes_in, kv_bytes_out: KV that came and left.
     """
 
@@ -94,7 +94,6 @@ class SimulatedWorker:
         self.engine = engine
         self.link_in = SharedLink(bytes_s)
         self.link_out = SharedLink(bytes_s)
-        self.busy_s = 0.0
         self.kv_bytes_in = 0
         self.kv_bytes_out = 0
         self.is_lost = False
@@ -108,7 +107,9 @@ class SimulatedWorker:
         self._clients: dict[int, Client] = {}  # by number of the sequence
         self._commands: list[Command] = []
         self._is_turn_due = False
+        self._busy_s = 0.0  # in steps that have ended
         self._step: StepResult | None = None
+        self._began_s = 0.0  # when it did
         self._before = (0, 0, 0)  # sequences, those that wait, free blocks: before the step
         self._run: _Run | None = None
         self._gaps: list[float] = []  # how long each step took, of those that somebody still asks for
@@ -116,6 +117,15 @@ class SimulatedWorker:
         self._ended_s = 0.0  # when the latest step ended, or the first in the streak joined
         self._looks_s = inf  # when it will look at deadlines
         self._in_streak: dict[Client, None] = {}  # those with a token from every step since they joined
+
+    @property
+    def busy_s(self) -> float:
+        """Time in steps; of one that runs, what has passed."""
+        if self._step is not None:
+            return self._busy_s + self._timetable.time_s - self._began_s
+        if self._run is not None:
+            return self._busy_s + self._timetable.time_s - self._run.timed_s
+        return self._busy_s
 
     def post(self, command: Command) -> None:
         """Obey ``command`` as soon as no step runs; a lost worker obeys nothing."""
@@ -206,6 +216,7 @@ class SimulatedWorker:
         """Die: nothing it does counts any more."""
         if self._run is not None:
             self._settle(self._run)
+        self._busy_s = self.busy_s
         self.is_lost = True
         for client in self._in_streak:
             client.times.leave(self._gaps, self._first_gap)
@@ -243,25 +254,18 @@ class SimulatedWorker:
             self._wait_for_deadline()
             return
         _check_time(self._runner.step_s, self.info)
-        self._step = result
+        self._step, self._began_s = result, now_s
         if self._machine is not None:
             end_s = self._machine.begin(
-                self._runner.step_s,
-                lambda: self._end_shared_step(now_s),
-                has_prompt=bool(self._runner.prompts),
+                self._runner.step_s, self._end_step, has_prompt=bool(self._runner.prompts)
             )
         else:
             end_s = now_s + self._runner.step_s
-            self.busy_s += self._runner.step_s
             self._timetable.at(end_s, self._end_step)
         for prompt in self._runner.prompts:
             client = self._clients.get(_number(prompt))
             if client is not None:
                 client.computes(prompt, start_s=now_s, end_s=end_s)
-
-    def _end_shared_step(self, began_s: float) -> None:
-        self.busy_s += self._timetable.time_s - began_s
-        self._end_step()
 
     def _end_step(self) -> None:
         result, self._step = self._step, None
@@ -269,6 +273,7 @@ class SimulatedWorker:
             return
         prompts = self._runner.prompts
         now_s = self._timetable.time_s
+        self._busy_s += now_s - self._began_s
         self._gaps.append(now_s - self._ended_s if self._in_streak else self._runner.step_s)
         self._ended_s = now_s
         self._note_misses(result)
@@ -396,7 +401,7 @@ class SimulatedWorker:
         gaps[0] += began_s - self._ended_s
         self._gaps += gaps
         self._ended_s = ended_s
-        self.busy_s += ended_s - began_s
+        self._busy_s += ended_s - began_s
         run.num_timed, run.timed_s = done, ended_s
 
     def _cut(self, run: _Run) -> None:
@@ -484,12 +489,12 @@ class _Run:
 
 
 def _check_time(step_s: float, info: WorkerInfo) -> None:
-    """Refuse a profile by which time would stand still.
+    """Refuse a profile by which time would stand still, or never end.
 
     Raises:
-        ConfigError: A step takes none.
+        ConfigError: A step takes none, or more than a day.
     """
-    if step_s <= 0.0:
+    if not 0.0 < step_s <= LONGEST_S:
         raise ConfigError("profile", f"of {info.worker_id} says that a step takes {step_s:g} s")
 
 
