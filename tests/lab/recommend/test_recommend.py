@@ -276,6 +276,9 @@ def test_a_layout_whose_cache_holds_too_few_tokens_is_left_out_and_said_why(tmp_
         ({"limits": Limits(tpot_s=0.1)}, "recommend.limits.ttft_s: is missing"),
         ({"percentile": 0.0}, "recommend.percentile: 0.0 is not in"),
         ({"max_layouts": 3}, "recommend.max_layouts: more than 3 are possible"),
+        ({"gpus": 10**6}, "recommend: more than 1,000 workers can be had, too many to simulate"),
+        ({"budget": 5.0}, r"kinds.cost: is missing for .*toy\.yaml: recommend.budget is given"),
+        ({"watts": 700.0}, r"kinds.watts: is missing for .*toy\.yaml: recommend.watts is given"),
     ],
 )
 def test_a_question_that_has_no_answer_is_refused(

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 
+from twinpool.core.errors import ConfigError
+from twinpool.core.ports import Role
 from twinpool.lab.recommend.budget import list_layouts
 from twinpool.lab.recommend.config import RecommendConfig, WorkerKind
+from twinpool.lab.recommend.layout import Group, Layout
+from twinpool.lab.recommend.measures import HighestRate
+from twinpool.lab.recommend.ranking import rank
 from twinpool.lab.recommend.search import RateGrid, highest_step
+from twinpool.lab.recommend.trials import Trials
 
 
 @pytest.mark.parametrize("first", [-700, 0, 3, 99, 100, 101, 700])
@@ -64,3 +73,25 @@ def test_money_and_power_bound_the_workers() -> None:
 
     assert by_cost[:2] == ["6C(old)", "2C(new)"] and "1P(new)+3D(old)" in by_cost
     assert by_watts[:2] == ["3C(old)", "2C(new)"] and "1P(new)+2D(old)" in by_watts
+
+
+class _Repeats:
+    """Trials of 20 requests each, of which one repeat is met at any rate and the others up to 2 a second."""
+
+    grid = RateGrid(0.5)
+
+    def __init__(self, *, boundless: int) -> None:
+        self.load = SimpleNamespace(repeats=((None,) * 20,) * 3)
+        self._boundless = boundless
+
+    def is_met(self, layout: Layout, repeat: int, step: int) -> bool:
+        return repeat == self._boundless or self.grid.rate(step) <= 2.0
+
+
+@pytest.mark.parametrize("boundless", [0, 1, 2])
+def test_one_repeat_that_is_met_at_any_rate_leaves_no_value(boundless: int) -> None:
+    group = Group(role=Role.COLOCATED, workers=2, kind=WorkerKind(profile="a"), ranks=1)
+    measure = HighestRate(cast(Trials, _Repeats(boundless=boundless)))
+
+    with pytest.raises(ConfigError, match=r"^workload: 20 requests are so few that 2C .* at any rate"):
+        rank([Layout(groups=(group,))], measure, repeats=3, near=1.0)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from twinpool.core.errors import ConfigError
 from twinpool.core.ports import Role
 from twinpool.lab.recommend.config import RecommendConfig, WorkerKind
 from twinpool.lab.recommend.layout import Group, Layout, short_labels
+from twinpool.lab.simulate.config import MOST_WORKERS
 
 _ROUNDING = 1e-9  # of sums of prices
 
@@ -34,11 +37,20 @@ class Budget:
         """Return the groups with as many workers in the last one as can be had; None if not one can.
 
         Also None if there is still room for a worker of another group: another layout has it.
+
+        Raises:
+            ConfigError: More can be had than a simulation takes.
         """
         *others, last = groups
-        number = 0
-        while self.holds([*others, replace(last, workers=number + 1)]):
-            number += 1
+        number = bisect_left(
+            range(MOST_WORKERS + 1),
+            True,
+            key=lambda number: not self.holds([*others, replace(last, workers=number + 1)]),
+        )
+        if number > MOST_WORKERS:
+            raise ConfigError(
+                "recommend", f"more than {MOST_WORKERS:,} workers can be had, too many to simulate"
+            )
         if not number:
             return None
         whole = [*others, replace(last, workers=number)]

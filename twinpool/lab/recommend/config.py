@@ -36,7 +36,7 @@ class RecommendConfig:
 
     Attributes:
         kinds: Every pool is made of one of these, so that pools may differ in GPU and ranks.
-        gpus, budget, watts: What there is of each; 0 does not count.  One of them must bound every kind.
+        gpus, budget, watts: What there is of each; 0 does not count.  Every kind says what it takes of each.
         limits: Of one request; without any, the question is how much is answered if all is sent at once.
         percentile: A rate is met if so many percent of the requests are answered within all limits.
         load_rate: Requests per second that are to be answered; 0: as many as can be.
@@ -70,11 +70,16 @@ class RecommendConfig:
         for name in ("gpus", "budget", "watts", "load_rate"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"recommend.{name}", f"{getattr(self, name)} is less than 0")
+        if not (self.gpus or self.budget or self.watts):
+            raise ConfigError(
+                "recommend.gpus", "is missing, and neither a budget nor watts bound the workers"
+            )
         for kind in self.kinds:
-            if not (self.gpus or (self.budget and kind.cost) or (self.watts and kind.watts)):
-                raise ConfigError(
-                    "recommend.gpus", f"is missing, and no budget bounds the number of {kind.profile}"
-                )
+            for what, taken in (("budget", "cost"), ("watts", "watts")):
+                if getattr(self, what) and not getattr(kind, taken):
+                    raise ConfigError(
+                        f"kinds.{taken}", f"is missing for {kind.profile}: recommend.{what} is given"
+                    )
         if self.hop_s is not None and self.hop_s < 0.0:
             raise ConfigError("recommend.hop_s", f"{self.hop_s} is less than 0")
         if not 0.0 < self.percentile <= 100.0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from twinpool.core.errors import ConfigError
 from twinpool.lab.recommend.layout import Layout
 from twinpool.lab.recommend.search import highest_step
 from twinpool.lab.recommend.trials import Trials
@@ -13,7 +14,11 @@ class Measure(Protocol):
     """Gives a layout a value in requests per second; more is better."""
 
     def value(self, layout: Layout, repeat: int, *, near: float) -> float:
-        """Return the value; ``near`` is where to begin to look, and changes nothing else."""
+        """Return the value; ``near`` is where to begin to look, and changes nothing else.
+
+        Raises:
+            ConfigError: The load has too few requests to tell.
+        """
         ...
 
     def is_below(self, layout: Layout, repeat: int, value: float) -> bool:
@@ -35,6 +40,9 @@ class HighestRate:
             least=self._grid.least,
             most=self._grid.most,
         )
+        if step == self._grid.most:
+            problem = f"so few that {layout.name} answers them in time at any rate: give a larger count"
+            raise ConfigError("workload", f"{len(self._trials.load.repeats[repeat])} requests are {problem}")
         return 0.0 if step is None else self._grid.rate(step)
 
     def is_below(self, layout: Layout, repeat: int, value: float) -> bool:

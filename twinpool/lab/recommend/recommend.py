@@ -68,8 +68,6 @@ def recommend_layout(
     trials = trials_of(load, config.transfer, "")
     near = config.load_rate or load.own_rate or 1.0
     ranking = rank(layouts, measure_of(config, trials), repeats=config.repeats, near=near)
-    if config.has_limits and ranking.best.mean >= trials.grid.rate(trials.grid.most):
-        raise ConfigError("workload", "has so few requests that they are answered in time at any rate")
     verdict = judge(ranking, precision=config.precision, load_rate=config.load_rate)
     rate = (ranking.best.mean or LEAST_RATE) if config.has_limits else math.inf
     evidence = _evidence(trials, ranking, rate) if config.has_limits else {}
