@@ -171,6 +171,43 @@ def test_the_busier_pool_and_hidden_time_are_told(folder: StudyFolder) -> None:
     assert told(folder, "transfer")[0].startswith("In 1:1 75 % of the time in which KV moves")
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "text"),
+    [
+        (0.03, 0.09, "both pools of 1:1 are hardly busy."),
+        (0.5, 0.45, "both pools of 1:1 are about equally busy."),
+        (0.3, 0.2, "the prefill pool of 1:1 is the busier one; its decode pool has time left."),
+    ],
+)
+def test_pools_are_compared_by_the_ratio_of_their_busy_shares(
+    folder: StudyFolder, prefill: float, decode: float, text: str
+) -> None:
+    for repeat in range(3):
+        made = measured(Cell(arm="1:1", rate=2.0, repeat=repeat))
+        pools = {
+            role: replace(made.measurement.pools[role], busy_share=share)
+            for role, share in (("prefill", prefill), ("decode", decode))
+        }
+        folder.add(replace(made.measurement, pools=pools), records=made.records, stories=made.stories)
+
+    assert told(folder, "pools") == [f"At 2 req/s {text}"]
+
+
+def test_repeats_that_are_parts_of_one_file_are_doubted(folder: StudyFolder, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = ({"index": n, "arrival_s": float(n), "prompt_tokens": 64, "output_tokens": 4} for n in range(60))
+    trace.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    asked, made = settings(workload={"kind": "trace", "path": str(trace)}), StudyFolder(tmp_path / "study")
+    made.begin(asked)
+    for cell in all_cells(asked):
+        add(made, cell)
+
+    assert not any("one file" in text for text in told(folder, "doubt"))
+    assert told(made, "doubt")[1] == (
+        "The repeats are parts of one file: how much they vary says nothing of another one."
+    )
+
+
 def test_tables_show_both_normalisations(folder: StudyFolder) -> None:
     results = read_results(folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,10 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """A name for files: ``1-2_at_2.5_r0``."""
-        return f"{self.arm.replace(':', '-')}_at_{self.rate:g}_r{self.repeat}"
+        """A name for files: ``1-2_at_2.5_r0``; no two rates have the same."""
+        short = f"{self.rate:g}"
+        rate = short if float(short) == self.rate else repr(self.rate)
+        return f"{self.arm.replace(':', '-')}_at_{rate}_r{self.repeat}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +106,37 @@ class Measurement:
         """
         return self.good_share * self.cell.rate
 
+    def check(self) -> None:
+        """Look at all that a report tells of what was read from a file.
+
+        Raises:
+            LookupError, AttributeError, TypeError, ValueError: Something is missing, or is no such value.
+        """
+        machine, server = self.bench["machine"], self.bench["server"]
+        _ = machine["processor"], machine["cores"], server["model"]
+        latencies = [
+            self.latency_s(name, at) for name in ("ttft_s", "tpot_s") for at in ("p50", "p90", "p99")
+        ]
+        check_numbers(
+            self.bench["load_before"],
+            self.summary["duration_s"],
+            self.good_share,
+            self.answered_share,
+            *self.summary["errors"].values(),
+            *(latency for latency in latencies if latency is not None),
+        )
+
     def latency_s(self, name: str, at: str) -> float | None:
         """Return a percentile, as in ``latency_s("ttft_s", "p50")``; None if nothing was answered."""
         value: float | None = self.summary[name][at]
         return value
+
+
+def check_numbers(*values: float) -> None:
+    """Check what a file says to be numbers.
+
+    Raises:
+        TypeError, ValueError: One is none, or is infinite.
+    """
+    if not math.isfinite(math.fsum(values)):
+        raise ValueError("a number is not finite")

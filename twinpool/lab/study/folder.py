@@ -24,9 +24,12 @@ from twinpool.lab.records import read_records, record_line
 from twinpool.lab.study.cell import FORMAT, Cell, Measurement
 from twinpool.lab.study.guard import differences
 from twinpool.lab.study.settings import StudySettings
+from twinpool.lab.study.stories import check
 from twinpool.lab.workload.traces.lines import read_objects
 
 _MAY_GROW = ("rates", "ratios", "repeats", "colocated", "reference")  # what changes no cell that is there
+# What reading a value raises that is missing from a file, or is of another kind there.
+_UNREADABLE = (LookupError, AttributeError, TypeError, ValueError, ArithmeticError)
 
 
 class StudyFolder:
@@ -109,6 +112,10 @@ class StudyFolder:
             if told.get("format") != FORMAT:
                 raise ConfigError(f"{path}.format", f"is {told.get('format')!r}, not {FORMAT}")
             measurement = bind(Measurement, told, str(path))
+            try:
+                measurement.check()
+            except _UNREADABLE as error:
+                raise ConfigError(f"{path}.bench", f"cannot be read: {error!r}") from None
             found[measurement.cell] = measurement
         return found
 
@@ -118,7 +125,14 @@ class StudyFolder:
 
     def stories(self, cell: Cell) -> list[Mapping[str, Any]]:
         """Read what the server knew of them; raises as ``measurements``."""
-        return [line for _, line in read_objects(self.path / "stories" / f"{cell.name}.jsonl")]
+        stories = []
+        for where, story in read_objects(self.path / "stories" / f"{cell.name}.jsonl"):
+            try:
+                check(story)
+            except _UNREADABLE as error:
+                raise ConfigError(where, f"is no story: {error!r}") from None
+            stories.append(story)
+        return stories
 
     def write(self, name: str, data: str | bytes) -> Path:
         """Write what was made of the measurements, whole or not at all."""
@@ -127,8 +141,8 @@ class StudyFolder:
     def _read(self, name: str) -> dict[str, Any]:
         path = self.path / name
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            told = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refused)
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(str(path), f"cannot be read: {error}") from error
         if not isinstance(told, dict):
             raise ConfigError(str(path), "holds no object")
@@ -136,18 +150,25 @@ class StudyFolder:
 
     def _write(self, name: str, data: str | bytes) -> Path:
         path = self.path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_name(f".{path.name}.new")
-        with fresh.open("wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with fresh.open("wb") as file:
+                file.write(data.encode() if isinstance(data, str) else data)
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(path)
+        except OSError as error:
+            raise ConfigError(str(path), f"cannot be written: {error.strerror}") from error
         return path
 
 
 def _json(value: object) -> str:
     return json.dumps(value, indent=1, sort_keys=False, allow_nan=False) + "\n"
+
+
+def _refused(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _line(value: Mapping[str, Any]) -> str:

@@ -159,8 +159,8 @@ def _method(results: Results) -> str:
         f"between two cells. Arms take turns, {results.settings.repeats} times at each rate, with other "
         f"requests in each repeat. Requests are sent when they are due, whatever became of those before; "
         f"latencies count from then. A request is within the limits if it was answered and meets both. A "
-        f"difference is claimed where neither the 95 % bootstrap intervals of two arms overlap nor that of "
-        f"their difference holds zero. A pool is busy while its engines are in a step.</p>"
+        f"difference is claimed where the ranges of two arms, from their least repeat to their best, do not "
+        f"overlap. A pool is busy while its engines are in a step.</p>"
     )
 
 

@@ -81,6 +81,12 @@ class StudySettings:
         names = [arm.name for arm in self.arms]
         return self.reference if self.reference in names else names[0]
 
+    @property
+    def sends_parts(self) -> bool:
+        """Whether the repeats are parts of one file, one after the other."""
+        one = open_workload({**self.workload, "count": 1})
+        return self.repeats > 1 and not one.source.is_drawn
+
     def of_cell(self, rate: float, repeat: int) -> Workload:
         """Return what is sent at ``rate`` in one repeat, whatever the arm.
 

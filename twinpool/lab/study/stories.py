@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from twinpool.lab.study.cell import TransferUse
+from twinpool.lab.study.cell import TransferUse, check_numbers
 
 Story = Mapping[str, Any]
 
@@ -22,6 +22,16 @@ class Phase:
     name: str  # queue, reserve, prefill, transfer or decode
     start_s: float
     end_s: float
+
+
+def check(story: Story) -> None:
+    """Look at all that is told of a story that was read from a file.
+
+    Raises:
+        LookupError, AttributeError, TypeError, ValueError: Something is missing, or is no such value.
+    """
+    times_s = [time_s for phase in phases(story) for time_s in (phase.start_s, phase.end_s)]
+    check_numbers(story["index"], story["kv_bytes"], first_token_s(story) or 0.0, *times_s)
 
 
 def phases(story: Story) -> Iterator[Phase]:

@@ -11,7 +11,7 @@ from twinpool.lab.study.spread import Comparison, chance_of_disjoint, compare
 
 
 def find(results: Results) -> Iterator[Conclusion]:
-    """Say how often chance looks like a difference, and which cells do not count."""
+    """Say how often chance looks like a difference, what repeats are, and which cells do not count."""
     repeats = min((each.repeats for each in _comparisons(results) if each.is_known), default=None)
     if repeats is not None:
         chance = chance_of_disjoint(repeats)
@@ -21,6 +21,12 @@ def find(results: Results) -> Iterator[Conclusion]:
             f"difference by chance alone.",
             evidence=f"{repeats} repeats: 2 of the {round(2 / chance)} orders that their values can have "
             f"keep two arms apart",
+        )
+    if results.settings.sends_parts:
+        yield Conclusion(
+            kind="doubt",
+            text="The repeats are parts of one file: how much they vary says nothing of another one.",
+            evidence=f"{results.settings.workload.get('path')}: each repeat sends what follows there",
         )
     if results.invalid:
         yield Conclusion(

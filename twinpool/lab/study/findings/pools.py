@@ -9,7 +9,8 @@ from twinpool.lab.study.cell import TransferUse
 from twinpool.lab.study.findings.words import Conclusion, ms, percent
 from twinpool.lab.study.results import Results
 
-_UNEQUAL = 0.15  # pools whose busy shares differ by less are said to be equally busy
+_EQUAL = 0.8  # of the busier pool's share: from there on both are said to be equally busy
+_HARDLY = 0.25  # a share up to which it is of no interest which pool is the busier one
 
 
 def find(results: Results) -> Iterator[Conclusion]:
@@ -31,7 +32,9 @@ def _busier(results: Results, arm: str) -> Iterator[Conclusion]:
     if len(busy) != 2:
         return
     idler, busier = sorted(busy, key=busy.__getitem__)
-    if busy[busier] - busy[idler] < _UNEQUAL:
+    if busy[busier] <= _HARDLY:
+        text = f"At {rate:g} req/s both pools of {arm} are hardly busy."
+    elif busy[idler] >= _EQUAL * busy[busier]:
         text = f"At {rate:g} req/s both pools of {arm} are about equally busy."
     else:
         text = (
