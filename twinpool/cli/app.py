@@ -13,10 +13,9 @@ from importlib import import_module
 from typing import Any, NoReturn, TypeAlias
 
 from twinpool.cli import options
+from twinpool.cli.exit_codes import FAILED, INTERRUPTED, USAGE
 from twinpool.core.errors import ConfigError, ServingError
 from twinpool.core.ports import Role
-
-_EXIT_USAGE, _EXIT_FAILED, _EXIT_INTERRUPTED = 2, 1, 130
 
 Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
 
@@ -29,18 +28,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(getattr(import_module(f"twinpool.cli.{module}"), function)(args))
     except ServingError as error:
         print(f"twinpool: error: {_one_line(error)}", file=sys.stderr)
-        return _EXIT_USAGE if isinstance(error, ConfigError) else _EXIT_FAILED
+        return USAGE if isinstance(error, ConfigError) else FAILED
     except KeyboardInterrupt:
-        return _EXIT_INTERRUPTED
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of our output left
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return _EXIT_FAILED
+        return FAILED
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         print(f"twinpool: error: {message}; {self.prog} --help tells more", file=sys.stderr)
-        sys.exit(_EXIT_USAGE)
+        sys.exit(USAGE)
 
 
 def parser() -> argparse.ArgumentParser:

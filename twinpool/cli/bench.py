@@ -15,7 +15,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from twinpool.cli.bench_args import Asked, api_key_of, asked
+from twinpool.cli.bench_args import Asked, asked
+from twinpool.cli.client import api_key_of
+from twinpool.cli.exit_codes import INTERRUPTED
 from twinpool.cli.run_folder import run_folder
 from twinpool.cli.summary_view import show_summary
 from twinpool.core.errors import ConfigError
@@ -29,7 +31,6 @@ from twinpool.lab.record import Record
 from twinpool.lab.workload.traces.own import write_own
 
 _REFRESH_S = 1.0
-_INTERRUPTED = 130
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -45,7 +46,7 @@ def bench(args: argparse.Namespace) -> int:
         finally:  # also what could not be written is shown
             _show(result, as_json=args.json)
     if result.is_interrupted:
-        return _INTERRUPTED
+        return INTERRUPTED
     return 0 if result.is_valid else 1
 
 

@@ -34,8 +34,3 @@ def asked(args: argparse.Namespace) -> Asked:
     url = args.url or os.environ.get("TWINPOOL_URL")
     over: dict[str, Any] = {"limits": limits_of(args)} | ({} if url is None else {"url": url})
     return Asked(workload, bind(BenchConfig, merge(section_of(given, "bench"), over), "bench"))
-
-
-def api_key_of(args: argparse.Namespace) -> str | None:
-    """Return the key that requests carry, if any."""
-    return args.api_key or os.environ.get("TWINPOOL_API_KEY")

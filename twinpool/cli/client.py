@@ -17,4 +17,9 @@ def client_of(args: argparse.Namespace) -> ApiClient:
         ConfigError: The URL is none.
     """
     url = args.url or os.environ.get("TWINPOOL_URL") or _URL
-    return ApiClient(url, api_key=args.api_key or os.environ.get("TWINPOOL_API_KEY"))
+    return ApiClient(url, api_key=api_key_of(args))
+
+
+def api_key_of(args: argparse.Namespace) -> str | None:
+    """Return the key that requests carry, if any."""
+    return args.api_key or os.environ.get("TWINPOOL_API_KEY")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from twinpool.cli.client import api_key_of
+from twinpool.cli.exit_codes import INTERRUPTED
 from twinpool.cli.study_args import serve_options, settings_of
 from twinpool.cli.study_watch import TerminalWatch
 from twinpool.cluster.server_process import server_process
@@ -29,7 +30,6 @@ from twinpool.lab.study.run import run_study
 from twinpool.lab.study.settings import StudySettings
 from twinpool.lab.study.tables import requests_table
 
-_INTERRUPTED = 130
 # A terminal has no room for these columns of the table of requests.
 _HIDDEN = ("repeats", "least to most", "per worker, req/s", "errors")
 
@@ -52,10 +52,10 @@ def study(args: argparse.Namespace) -> int:
         there = len(folder.measurements())
         _say(console, f"stopped; the same command goes on from the {there} cells in {folder.path}")
         if not there:
-            return _INTERRUPTED
+            return INTERRUPTED
     if not args.no_report:
         _report(folder)
-    return _INTERRUPTED if is_stopped else 0
+    return INTERRUPTED if is_stopped else 0
 
 
 def report(args: argparse.Namespace) -> int:
@@ -81,10 +81,9 @@ def _measure(
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, laboratory.stop)
 
-    api_key = args.api_key or os.environ.get("TWINPOOL_API_KEY")
     gc.freeze()  # what is there now stays: looking through it again would delay what is measured
     with TerminalWatch(console) as watch:
-        run_study(settings, path, url=url, api_key=api_key, watch=watch, on_start=stop_on_signals)
+        run_study(settings, path, url=url, api_key=api_key_of(args), watch=watch, on_start=stop_on_signals)
 
 
 def _report(folder: StudyFolder) -> None:
@@ -94,9 +93,11 @@ def _report(folder: StudyFolder) -> None:
     told = requests_table(results)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     shown = [name for name in told.columns if name not in _HIDDEN]
-    for name in shown:
-        is_text = name in ("arm", told.columns[-1])
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=name == "arm")
+    for name in shown[:-1]:
+        is_arm = name == "arm"
+        table.add_column(name, justify="left" if is_arm else "right", no_wrap=is_arm)
+    words = " ".join((told.columns[-1], *(row[-1] for row in told.rows))).split()
+    table.add_column(told.columns[-1], width=max(map(len, words)))  # wraps, and no word of it is cut
     for row in told.rows:
         texts = dict(zip(told.columns, row, strict=True))
         table.add_row(*(texts[name] for name in shown))

@@ -26,7 +26,7 @@ def settings_of(args: argparse.Namespace) -> StudySettings:
         ConfigError: One of them cannot be read, or they do not fit together.
     """
     ratios = [ratio.strip() for ratio in (args.ratios or "").split(",") if ratio.strip()]
-    workers = args.workers or _size_of(ratios) or _WORKERS
+    workers = _size_of(ratios) or _WORKERS if args.workers is None else args.workers
     asked: dict[str, Any] = {
         "workers": workers,
         "ratios": ratios or all_ratios(workers),
@@ -82,7 +82,8 @@ def _workload(line: str) -> dict[str, Any]:
     except ConfigError as error:
         if error.field != "workload.count":
             raise
-        workload = open_workload(f"{line}{',' if ':' in line else ':'}count=1000000")
+        kind, _, rest = line.partition(":")
+        workload = open_workload(f"{kind}:{rest and rest + ','}count=1000000")
     told = {name: value for name, value in workload.to_json().items() if value is not None}
     if told.get("count") == 1_000_000:
         del told["count"]

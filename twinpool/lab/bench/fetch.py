@@ -17,10 +17,11 @@ _MAX_BYTES = 16 * 1024 * 1024
 
 
 class _Fetch:
-    """An exchange that keeps the body."""
+    """An exchange that keeps the body; ``where`` begins its errors."""
 
-    def __init__(self, request: bytes) -> None:
+    def __init__(self, request: bytes, where: str) -> None:
         self.request = request
+        self._where = where
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._body = bytearray()
         self._response = Response(self._on_body)
@@ -41,13 +42,13 @@ class _Fetch:
         status = self._response.status
         if error or status != 200:
             told = printable(reason if error else bytes(self._body[:500]).decode("utf-8", "replace"))
-            problem = f"{error or status} {told}"
+            problem = f"{self._where}: {error or status} {told}"
             self.done.set_exception(Unavailable(problem))
             return
         try:
             self.done.set_result(read_json(self._body))
         except ValueError:
-            self.done.set_exception(Unavailable("the answer is not JSON"))
+            self.done.set_exception(Unavailable(f"{self._where}: the answer is not JSON"))
 
     def _on_body(self, data: bytes) -> None:
         self._body += data
@@ -69,12 +70,13 @@ async def fetch(
         Unavailable: Nobody answers in time, or with something else.
     """
     data = b"" if body is None else json.dumps(body).encode()
-    exchange = _Fetch(target.request("GET" if body is None else "POST", path, data))
+    where = f"{target.host}:{target.port}{target.prefix}{path}"
+    exchange = _Fetch(target.request("GET" if body is None else "POST", path, data), where)
     pool.begin(exchange)
     try:
         async with asyncio.timeout(timeout_s):
             return await exchange.done
     except TimeoutError:
-        raise Unavailable(f"no answer of {path} within {timeout_s} s") from None
+        raise Unavailable(f"{where}: no answer within {timeout_s} s") from None
     finally:
         pool.give_up(exchange)
