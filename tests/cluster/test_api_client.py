@@ -44,3 +44,10 @@ def test_a_server_of_another_kind_is_an_error() -> None:
 def test_what_is_no_url_is_a_config_error(url: str) -> None:
     with pytest.raises(ConfigError, match=r"--url: .* does not begin with http://HOST:PORT"):
         ApiClient(url)
+
+
+def test_a_password_in_a_url_is_refused_and_not_shown() -> None:
+    with pytest.raises(ConfigError, match="--url: has a name or a password") as caught:
+        ApiClient("http://me:secret@127.0.0.1:8000")
+
+    assert "secret" not in str(caught.value)

@@ -46,6 +46,8 @@ class ApiClient:
             host = None
         if host is None or parts.scheme not in ("http", "https"):
             raise ConfigError("--url", f"{url} does not begin with http://HOST:PORT")
+        if "@" in parts.netloc:  # it is not shown: a password may be in it
+            raise ConfigError("--url", "has a name or a password before the host; a key goes with --api-key")
         self.url = url.rstrip("/").removesuffix("/v1")
         self._is_tls = parts.scheme == "https"
         self._host, self._port = host, port
