@@ -23,6 +23,14 @@ def test_a_server_that_stands_still_is_not_waited_for_as_for_an_answer(
             client.get("/admin/workers")
 
 
+def test_where_nothing_listens_it_is_said_what_would() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+
+    with pytest.raises(Unavailable, match=f"nothing listens at {url}: `twinpool serve` starts a server"):
+        ApiClient(url).get("/health")
+
+
 def test_a_server_of_another_kind_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
 

@@ -37,6 +37,12 @@ def test_what_is_no_size_is_refused(text: str) -> None:
     assert caught.value.field == "workers.kv_memory"
 
 
+@pytest.mark.parametrize("text", ["80", "1.5", " 999 "])
+def test_a_forgotten_unit_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--memory: .* has no unit, as in {text.strip()}GiB"):
+        parse_bytes(text, field="--memory")
+
+
 def test_a_budget_is_rounded_down_to_blocks() -> None:
     shape = layout()  # 2 layers x 64 bytes x 16 tokens
 

@@ -91,6 +91,8 @@ class ApiClient:
             if reply.status >= 400:
                 raise _error_of(reply)
             yield reply
+        except ConnectionRefusedError:
+            raise Unavailable(f"nothing listens at {self.url}: `twinpool serve` starts a server") from None
         except (OSError, http.client.HTTPException) as error:
             raise Unavailable(f"{self.url} does not answer: {error or type(error).__name__}") from error
         except ValueError as error:

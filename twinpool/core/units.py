@@ -19,6 +19,7 @@ _UNITS = {
     "tib": 2**40,
 }
 
+_LEAST_BARE = 1000  # nobody means so few bytes: a unit was forgotten
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -42,7 +43,7 @@ def parse_bytes(text: str, *, field: str = "--kv-memory") -> int:
         field: What the error blames.
 
     Raises:
-        ConfigError: It is no size, or less than a byte.
+        ConfigError: It is no size, less than a byte, or a few bytes where a unit was forgotten.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text, flags=re.ASCII)
     if match is None or match[2].lower() not in _UNITS:
@@ -50,4 +51,6 @@ def parse_bytes(text: str, *, field: str = "--kv-memory") -> int:
     size = int(float(match[1]) * _UNITS[match[2].lower()])
     if size < 1:
         raise ConfigError(field, f"{text!r} is less than one byte")
+    if not match[2] and size < _LEAST_BARE:
+        raise ConfigError(field, f"{text!r} has no unit, as in {text.strip()}GiB")
     return size

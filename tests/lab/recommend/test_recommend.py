@@ -114,6 +114,19 @@ def test_a_load_that_colocated_workers_answer_is_no_reason_to_split(tmp_path: Pa
     assert found.ranking.best.layout.name == "3P1D"  # it would answer more, if more came
 
 
+def test_a_load_far_below_what_is_answered_is_told_with_its_distance(tmp_path: Path) -> None:
+    table, spec, limits, _, _ = PREFILL
+    config = question(write_profile(tmp_path, "toy", **table), limits, load_rate=2.0, has_mixed=False)
+
+    found = recommend_layout(open_workload(spec), config)
+
+    times = found.verdict.chosen.mean / 2.0
+    assert times > 2.0
+    assert found.to_json()["answer"][0].endswith(
+        f"That is {times:.2g} times the load of 2 requests/s: fewer GPUs may do."
+    )
+
+
 def test_a_load_that_nobody_answers_is_said_to_be_too_much(tmp_path: Path) -> None:
     """36 prompts of 40 take two workers 180 ms, and 1000 a second come in 36 ms: some wait 144 ms."""
     profile = write_profile(tmp_path, "toy", prefill=(0.0, 1e-4, 0.0), decode=(0.0, 0.0, 1e-4))

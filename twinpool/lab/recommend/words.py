@@ -12,10 +12,12 @@ from twinpool.lab.recommend.verdict import Reason
 from twinpool.lab.recommend.what_if import WhatIf
 from twinpool.lab.study.findings.words import ms
 
+_AMPLE = 2.0  # times the load
+
 
 def answer_lines(found: Recommendation) -> Iterator[str]:
     """Yield the answer, then its margin, its cause, and whether it would stay."""
-    yield _choice(found) + _unmet(found)
+    yield _choice(found) + _load(found)
     yield from _margin(found)
     yield from _cause(found)
     for what_if in found.what_ifs:
@@ -76,15 +78,21 @@ def _choice(found: Recommendation) -> str:
     return f"{text}, {gain:.0%} more than {colocated.layout.name} with {spread_text(colocated)}."
 
 
-def _unmet(found: Recommendation) -> str:
+def _load(found: Recommendation) -> str:
+    """Say how the choice stands to the load that is to be answered, if that is not said yet."""
     chosen, load_rate = found.verdict.chosen, found.config.load_rate
-    num_missed = chosen.misses(load_rate)
-    if not num_missed or found.verdict.reason is Reason.NOTHING_SERVES:
+    if not load_rate or found.verdict.reason is Reason.NOTHING_SERVES:
         return ""
-    return (
-        f" It does not answer the load of {load_rate:g} requests/s in {num_missed} of "
-        f"{len(chosen.values)} repeats."
-    )
+    num_missed = chosen.misses(load_rate)
+    if num_missed:
+        return (
+            f" It does not answer the load of {load_rate:g} requests/s in {num_missed} of "
+            f"{len(chosen.values)} repeats."
+        )
+    times = chosen.mean / load_rate
+    if times < _AMPLE:
+        return ""
+    return f" That is {times:.2g} times the load of {load_rate:g} requests/s: fewer GPUs may do."
 
 
 def _nothing(found: Recommendation) -> str:
@@ -115,8 +123,8 @@ def _cause(found: Recommendation) -> Iterator[str]:
     for layout, outcome in found.evidence.items():
         busy = ", ".join(f"{role} {share:.0%}" for role, share in outcome.busy.items())
         yield (
-            f"At {outcome.rate:.3g} requests/s {layout.name} answers {outcome.good_share:.1%} in time: "
-            f"{_latencies(outcome, found.config)}; busy: {busy}."
+            f"At {outcome.rate:.3g} requests/s {layout.name} answers {outcome.good_share:.1%} of the first "
+            f"repeat in time: {_latencies(outcome, found.config)}; busy: {busy}."
         )
 
 
