@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 from pathlib import Path
 
 import pytest
 
 from tests.lab.study.made_up import measured, settings
+from tests.stranger import stranger
 from twinpool.cli.app import main
 from twinpool.lab.study.folder import StudyFolder
 from twinpool.lab.study.order import all_cells
@@ -37,16 +36,7 @@ def test_a_wrong_option_is_named(
 def test_a_server_of_another_kind_is_told_with_its_address(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        address = f"127.0.0.1:{other.getsockname()[1]}"
-
-        def answer() -> None:
-            connection, _ = other.accept()
-            with connection:
-                connection.recv(65536)
-                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n<html>")
-
-        threading.Thread(target=answer, daemon=True).start()
+    with stranger() as address:
         code = main(["sweep", *LIMITS, "--rates", "1", "--out", str(tmp_path), "--url", f"http://{address}"])
 
     assert code == 1

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import socket
-import threading
 
 import pytest
 
+from tests.stranger import stranger
 from twinpool.cluster import api_client
 from twinpool.cluster.api_client import ApiClient
 from twinpool.core.errors import ConfigError, Unavailable
@@ -32,18 +32,8 @@ def test_where_nothing_listens_it_is_said_what_would() -> None:
 
 
 def test_a_server_of_another_kind_is_an_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-
-        def answer() -> None:
-            connection, _ = other.accept()
-            with connection:
-                connection.recv(65536)
-                connection.sendall(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n<html>")
-
-        threading.Thread(target=answer, daemon=True).start()
-
-        with pytest.raises(Unavailable, match="does not answer as twinpool does"):
-            ApiClient(f"http://127.0.0.1:{other.getsockname()[1]}").get("/admin/workers")
+    with stranger() as address, pytest.raises(Unavailable, match="does not answer as twinpool does"):
+        ApiClient(f"http://{address}").get("/admin/workers")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ A profile is a YAML file; those that ship lie in ``data``.  Knows no simulator.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -145,6 +145,11 @@ class Profile:
 
     def _times(self) -> list[Measured | Polynomial | BatchTokens]:
         return [times for times in (self.measured, self.polynomial, self.batch_tokens) if times is not None]
+
+
+def hop_s_of(profiles: Iterable[Profile], *, asked_s: float | None) -> float:
+    """Return how long a hop between router and worker takes: as asked, or the longest that a profile says."""
+    return max(profile.hop_s for profile in profiles) if asked_s is None else asked_s
 
 
 def profile_names() -> tuple[str, ...]:

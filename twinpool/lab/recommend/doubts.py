@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from twinpool.lab.profile.profile import Link, Profile
+from twinpool.lab.profile.profile import Link, Profile, hop_s_of
 from twinpool.lab.recommend.config import RecommendConfig
 from twinpool.lab.recommend.offered_load import OfferedLoad
 from twinpool.lab.recommend.ranking import Ranking
@@ -54,10 +54,7 @@ def find_doubts(
             f"Transfers over {config.transfer.link} have no latency ({bare[0].source}): pools pay for what a "
             "real link has."
         )
-    hop_s = config.hop_s
-    if hop_s is None:
-        hop_s = max(profile.hop_s for profile in profiles.values())
-    if has_pools and not hop_s:
+    if has_pools and not hop_s_of(profiles.values(), asked_s=config.hop_s):
         doubts.append(
             "The router reaches workers in no time (recommend.hop_s): pools pay for that way twice."
         )

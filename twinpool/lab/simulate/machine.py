@@ -25,7 +25,7 @@ class Machine:
     def __init__(self, slowdown: Slowdown, timetable: Timetable) -> None:
         self._slowdown = slowdown
         self._timetable = timetable
-        self._prompts, self._decodes = _Steps(), _Steps()
+        self._prompts, self._decodes = _Steps(has_prompt=True), _Steps(has_prompt=False)
         self._at_s = 0.0  # up to when what is done is counted
         self._number = 0
 
@@ -33,40 +33,39 @@ class Machine:
         """Run a step that alone would take ``work_s``; return when it ends if nothing else begins or ends."""
         self._advance()
         self._number += 1
-        (self._prompts if has_prompt else self._decodes).add(work_s, self._number, on_end)
+        steps = self._prompts if has_prompt else self._decodes
+        steps.add(work_s, self._number, on_end)
         self._expect()
-        return self._at_s + work_s * self._pace(has_prompt)
+        return self._at_s + work_s * self._pace(steps)
 
-    def _pace(self, has_prompt: bool) -> float:
-        return self._slowdown.of(self._prompts.count + self._decodes.count, has_prompt=has_prompt)
+    @property
+    def _running(self) -> list[_Steps]:
+        return [steps for steps in (self._prompts, self._decodes) if steps.count]
+
+    def _pace(self, steps: _Steps) -> float:
+        num_busy = self._prompts.count + self._decodes.count
+        return self._slowdown.of(num_busy, has_prompt=steps.has_prompt)
 
     def _advance(self) -> None:
         now_s = self._timetable.now_s()
-        for steps, has_prompt in ((self._prompts, True), (self._decodes, False)):
-            if steps.count:
-                steps.done_s += (now_s - self._at_s) / self._pace(has_prompt)
+        for steps in self._running:
+            steps.done_s += (now_s - self._at_s) / self._pace(steps)
         self._at_s = now_s
 
     def _expect(self) -> None:
         """Expect the end of the step that is done first, as things are now."""
         self._number += 1
         number = self._number
-        left_s, steps = min(
-            (
-                (steps.left_s * self._pace(has_prompt), steps)
-                for steps, has_prompt in ((self._prompts, True), (self._decodes, False))
-                if steps.count
-            ),
-            key=lambda end: end[0],
-        )
-        self._timetable.at(self._at_s + left_s, lambda: self._end(number, steps))
+        steps = min(self._running, key=lambda steps: steps.left_s * self._pace(steps))
+        end_s = self._at_s + steps.left_s * self._pace(steps)
+        self._timetable.at(end_s, lambda: self._end(number, steps))
 
     def _end(self, number: int, steps: _Steps) -> None:
         if number != self._number:  # something began meanwhile
             return
         self._advance()
         on_end = steps.take_first()
-        if self._prompts.count + self._decodes.count:
+        if self._running:
             self._expect()
         on_end()
 
@@ -74,11 +73,16 @@ class Machine:
 class _Steps:
     """Steps that run at one pace.
 
+    Args:
+        has_prompt: Whether each of them has one.
+
     Attributes:
+        has_prompt: As above.
         done_s: Work done for each of those that computed all the time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_prompt: bool) -> None:
+        self.has_prompt = has_prompt
         self.done_s = 0.0
         self._ends: list[tuple[float, int, Callable[[], None]]] = []  # (done_s at its end, number, action)
 

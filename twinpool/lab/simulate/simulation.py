@@ -23,7 +23,7 @@ from twinpool.core.ports import Role, WorkerInfo
 from twinpool.engine.engine import Engine, EngineLimits
 from twinpool.lab.metrics.limits import Limits
 from twinpool.lab.metrics.summary import Summary
-from twinpool.lab.profile.profile import Profile, load_profile
+from twinpool.lab.profile.profile import Profile, hop_s_of, load_profile
 from twinpool.lab.record import Record
 from twinpool.lab.simulate.config import LONGEST_S, Emulate, Loss, Pool, RoleChange, SimulationConfig
 from twinpool.lab.simulate.cost_runner import CostRunner
@@ -90,8 +90,7 @@ class Simulation:
         self._pool_of: dict[str, Pool] = {}
         self._profiles: dict[str, Profile] = {}
         self._machines: dict[str, Machine] = {}  # by profile, of those whose workers share one
-        hops_s = [self._profile(pool).hop_s for pool in config.pools]
-        self.hop_s = max(hops_s) if config.hop_s is None else config.hop_s
+        self.hop_s = hop_s_of(map(self._profile, config.pools), asked_s=config.hop_s)
         if self.hop_s > LONGEST_S:
             raise ConfigError("hop_s", f"{self.hop_s:g} is more than {LONGEST_S:g}")
         is_shared = config.emulate is not Emulate.SPLITWISE_SIM

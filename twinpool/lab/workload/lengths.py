@@ -82,7 +82,6 @@ class Bimodal:
     def __post_init__(self) -> None:
         _check("bimodal.short", self.short)
         _check("bimodal.long", self.long)
-        _check("bimodal.long", self.long)
         for name in ("long_share", "spread"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"bimodal.{name}", f"{getattr(self, name)} is not in [0, 1]")
